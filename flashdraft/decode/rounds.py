@@ -1,0 +1,107 @@
+"""The decoding loop: draft, verify, commit. Command, chat, server, benchmark and training evaluation all consume it.
+
+Letters: B rows, S draft tokens, Q = S + 1 slots of a block (the anchor first), V vocabulary, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from flashdraft.cache import KVCache
+from flashdraft.decode.row import Row
+from flashdraft.decode.verify import match
+from flashdraft.drafters.base import Draft, Drafter, DraftState
+from flashdraft.target.base import Target
+
+Source = Callable[[int], Sequence[Row]]
+"""Gives at most so many new rows; none when nothing waits."""
+
+
+def given(rows: Sequence[Row]) -> Source:
+    """A source that has these rows and then no more."""
+    waiting = list(reversed(rows))
+    return lambda room: [waiting.pop() for _ in range(min(room, len(waiting)))]
+
+
+@torch.inference_mode()
+def rounds(target: Target, drafter: Drafter, source: Source, max_rows: int = 1) -> Iterator[list[Row]]:
+    """Answer the rows that `source` gives, at most `max_rows` at a time.
+
+    Yields the rows that just joined (with their first token), and after every round the rows that were in it; rows that
+    finished are among them for the last time. Ends when no row is left and the source has none.
+    """
+    cache, state = target.new_cache(), drafter.new_state(target)
+    rows: list[Row] = []
+    while True:
+        if joined := list(source(max_rows - len(rows))):
+            rows += [row for row in joined if prefill(row, target, drafter, cache, state)]
+            yield joined
+            drop_finished(rows, cache, state)
+        elif not rows:
+            return
+        if not rows:
+            continue
+
+        draft = propose(rows, drafter, state, target.device)
+
+        anchors_B1 = torch.tensor([row.ids[-1:] for row in rows], device=target.device)
+        block_BQ = torch.cat((anchors_B1, draft.ids_BS), dim=1)
+        logits_BQV, features_BQF = target.forward(block_BQ, cache, slice(0, len(rows)), taps=drafter.taps)
+        emitted = verify(rows, draft, logits_BQV)
+
+        for index, count in enumerate(emitted):
+            cache.commit(index, count)
+        state.commit(features_BQF, emitted)
+        yield list(rows)
+        drop_finished(rows, cache, state)
+
+
+def prefill(row: Row, target: Target, drafter: Drafter, cache: KVCache, state: DraftState) -> bool:
+    """Read the prompt of a row and take its first token. A row that may have no token does not join (False)."""
+    if row.finished:
+        return False
+    index = cache.join()
+    prompt_1T = torch.tensor([row.ids], device=target.device)
+    last_11 = torch.tensor([[len(row.ids) - 1]], device=target.device)
+    only = slice(index, index + 1)
+    logits_11V, features_1TF = target.forward(prompt_1T, cache, only, taps=drafter.taps, keep_BS=last_11)
+    cache.commit(index, len(row.ids))
+    state.join(row.ids, features_1TF)
+    row.first(logits_11V[0, 0])
+    return True
+
+
+def propose(rows: Sequence[Row], drafter: Drafter, state: DraftState, device: torch.device) -> Draft:
+    """A block's worth of draft tokens, fewer when no row has room for so many."""
+    size = min(drafter.block_size, max(row.answer.remaining for row in rows)) - 1
+    if size == 0:
+        return Draft(torch.empty(len(rows), 0, dtype=torch.long, device=device))
+    draft = state.propose(rows, size)
+    return Draft(draft.ids_BS.to(device), draft.probs_BSV)
+
+
+def verify(rows: Sequence[Row], draft: Draft, logits_BQV: torch.Tensor) -> list[int]:
+    """Let every row take its kept draft tokens and the target's own token after them; tokens emitted by each."""
+    draft_ids, size = draft.ids_BS.tolist(), draft.ids_BS.shape[1]
+    own_BQ = logits_BQV.argmax(dim=-1)
+    kept_B, own = match(draft.ids_BS, own_BQ).tolist(), own_BQ.tolist()
+    emitted = []
+    for b, row in enumerate(rows):
+        kept, token = kept_B[b], own[b][kept_B[b]]
+        if not row.sampler.argmax_only:
+            proposal_SV = None if draft.probs_BSV is None else draft.probs_BSV[b]
+            kept, token = row.judge(logits_BQV[b], draft.ids_BS[b], proposal_SV)
+        emitted.append(row.take(draft_ids[b][:kept], token, size, logits_BQV[b]))
+    return emitted
+
+
+def drop_finished(rows: list[Row], cache: KVCache, state: DraftState) -> None:
+    """Free the places of finished rows; the last row moves into each, in all three at once."""
+    for index in reversed(range(len(rows))):
+        if rows[index].finished:
+            cache.leave(index)
+            state.leave(index)
+            rows[index] = rows[-1]
+            rows.pop()

@@ -1,0 +1,1 @@
+"""What we ask of the large model, and where it comes from."""
