@@ -74,25 +74,33 @@ def prefill(row: Row, target: Target, drafter: Drafter, cache: KVCache, state: D
 
 
 def propose(rows: Sequence[Row], drafter: Drafter, state: DraftState, device: torch.device) -> Draft:
-    """A block's worth of draft tokens, fewer when no row has room for so many."""
-    size = min(drafter.block_size, max(row.answer.remaining for row in rows)) - 1
-    if size == 0:
+    """The drafter's block, cut to what some row has room for.
+
+    A whole block is drafted even when less fits: slots of a block see each other, and what is proposed to a row must
+    not depend on how much its neighbours still want.
+    """
+    room = min(drafter.block_size, max(row.answer.remaining for row in rows)) - 1
+    if room == 0:
         return Draft(torch.empty(len(rows), 0, dtype=torch.long, device=device))
-    draft = state.propose(rows, size)
-    return Draft(draft.ids_BS.to(device), draft.probs_BSV)
+    draft = state.propose(rows, drafter.block_size - 1)
+    probs_BSV = None if draft.probs_BSV is None else draft.probs_BSV[:, :room].to(device)
+    return Draft(draft.ids_BS[:, :room].to(device), probs_BSV)
 
 
 def verify(rows: Sequence[Row], draft: Draft, logits_BQV: torch.Tensor) -> list[int]:
     """Let every row take its kept draft tokens and the target's own token after them; tokens emitted by each."""
-    draft_ids, size = draft.ids_BS.tolist(), draft.ids_BS.shape[1]
+    draft_ids = draft.ids_BS.tolist()
     own_BQ = logits_BQV.argmax(dim=-1)
     kept_B, own = match(draft.ids_BS, own_BQ).tolist(), own_BQ.tolist()
     emitted = []
     for b, row in enumerate(rows):
-        kept, token = kept_B[b], own[b][kept_B[b]]
-        if not row.sampler.argmax_only:
-            proposal_SV = None if draft.probs_BSV is None else draft.probs_BSV[b]
-            kept, token = row.judge(logits_BQV[b], draft.ids_BS[b], proposal_SV)
+        size = min(len(draft_ids[b]), row.answer.remaining - 1)
+        if row.sampler.argmax_only:
+            kept = min(kept_B[b], size)
+            token = own[b][kept]
+        else:
+            proposal_SV = None if draft.probs_BSV is None else draft.probs_BSV[b, :size]
+            kept, token = row.judge(logits_BQV[b, : size + 1], draft.ids_BS[b, :size], proposal_SV)
         emitted.append(row.take(draft_ids[b][:kept], token, size, logits_BQV[b]))
     return emitted
 

@@ -62,7 +62,7 @@ class DraftState(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[DraftRow], size: int) -> Draft:
-        """`size` draft tokens behind the anchor of every row."""
+        """`size` draft tokens (the drafter's `block_size` less the anchor) behind the anchor of every row."""
 
     @abstractmethod
     def commit(self, features_BQF: torch.Tensor | None, kept: Sequence[int]) -> None:
