@@ -88,7 +88,7 @@ class CacheWindow:
         """Slots read: everything that any row holds, plus the new positions."""
         self._cache = cache
         self._rows = rows
-        self._even = len(set(starts)) == 1
+        self.even = len(set(starts)) == 1
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Absolute positions [B, Q] of the new tokens."""
@@ -97,7 +97,7 @@ class CacheWindow:
 
     def mask(self, device: torch.device, *, causal: bool = True, window: int | None = None) -> torch.Tensor | None:
         """Who sees whom in this pass, [B, Q, K]; None when everybody sees everything."""
-        whole = self._even and (not causal or self.new == 1) and (window is None or self.span <= window)
+        whole = self.even and (not causal or self.new == 1) and (window is None or self.span <= window)
         if whole:
             return None
         slots_K = torch.arange(self.span, device=device)
@@ -112,7 +112,7 @@ class CacheWindow:
         """Write new keys and values; return views [B, G, K, E] of all that these rows hold, new ones included."""
         keys, values = self._cache.storage(layer, keys_BGQE, values_BGQE, self.span)
         keys, values = keys[self._rows], values[self._rows]
-        if self._even:
+        if self.even:
             start = self.starts[0]
             keys[:, :, start : start + self.new] = keys_BGQE
             values[:, :, start : start + self.new] = values_BGQE

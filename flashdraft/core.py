@@ -39,6 +39,9 @@ class LoadOptions:
     block_size: int | None = None
     """Anchor and draft tokens of a round; what the drafter was trained with by default."""
 
+    fast: bool = True
+    """On a CPU: replace the modules for which this machine has a faster kernel (more memory, same answers)."""
+
     trust_remote_code: bool = False
     """Let a hub model run Python code of its own."""
 

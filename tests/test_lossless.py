@@ -66,7 +66,9 @@ def test_scripted_acceptance_in_every_family(family_target: HfTarget, max_rows: 
     prompts, params = random_prompts(LENGTHS), SAMPLINGS["greedy"]
     truth = {p: answer_plain(family_target, p, params).ids for p in prompts}
     drafter = ScriptedDrafter(truth, script=(7, 0, 3, 1, 6, 5), block_size=8)
-    for prompt, done in zip(prompts, answer_drafted(family_target, drafter, prompts, params, max_rows=max_rows)):
+    for prompt, done in zip(
+        prompts, answer_drafted(family_target, drafter, prompts, params, max_rows=max_rows), strict=True
+    ):
         assert done.ids == truth[prompt]
         assert done.stats.accepted > 0 and done.stats.accepted < done.stats.drafted
 

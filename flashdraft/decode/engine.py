@@ -29,6 +29,7 @@ def load(
     device: str | None = LoadOptions.device,
     dtype: str | torch.dtype | None = LoadOptions.dtype,
     block_size: int | None = LoadOptions.block_size,
+    fast: bool = LoadOptions.fast,
     trust_remote_code: bool = LoadOptions.trust_remote_code,
     progress: bool = True,
 ) -> Engine:
@@ -41,9 +42,9 @@ def load(
 
     placement = devices.choose(device, dtype)
     target, tokenizer = load_target(
-        resolve(model, progress=progress), placement, name=model, trust_remote_code=trust_remote_code
+        resolve(model, progress=progress), placement, name=model, trust_remote_code=trust_remote_code, fast=fast
     )
-    chosen = choose_drafter(drafter, target, placement, shipped=drafter_folder(model), block_size=block_size)
+    chosen = choose_drafter(drafter, target, placement, shipped=drafter_folder(model), block_size=block_size, fast=fast)
     return Engine(target, chosen, tokenizer)
 
 
@@ -56,7 +57,7 @@ class Engine:
         self.tokenizer = tokenizer
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> tuple[int, ...]:
-        """Token ids of a prompt. Text becomes a user's turn in the model's chat template if it has one, unless `raw`."""
+        """Token ids of a prompt. Text becomes a user's turn in the model's chat template (if any), unless `raw`."""
         if not isinstance(prompt, str) and all(isinstance(part, int) for part in prompt):
             return tuple(cast(Sequence[int], prompt))
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):

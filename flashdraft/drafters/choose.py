@@ -11,13 +11,20 @@ from flashdraft.drafters.base import Drafter, NoDrafter
 from flashdraft.drafters.dflash.drafter import DFlashDrafter
 from flashdraft.drafters.dflash.model import DFlashModel
 from flashdraft.drafters.lookup import LookupDrafter
+from flashdraft.fast import speed_up
 from flashdraft.target.base import Target
 
 AUTO, LOOKUP, NONE = "auto", "lookup", "none"
 
 
 def choose_drafter(
-    name: str, target: Target, placement: Placement, *, shipped: Path | None = None, block_size: int | None = None
+    name: str,
+    target: Target,
+    placement: Placement,
+    *,
+    shipped: Path | None = None,
+    block_size: int | None = None,
+    fast: bool = True,
 ) -> Drafter:
     """`auto` (the drafter that ships for this target), `lookup`, `none`, a folder or a hub id.
 
@@ -37,6 +44,8 @@ def choose_drafter(
         return LookupDrafter() if block_size is None else LookupDrafter(block_size)
     source = shipped if name == AUTO and shipped is not None else name
     model = DFlashModel.from_pretrained(source, device=placement.device, dtype=placement.dtype)
+    if fast:
+        speed_up(model)
     drafter = DFlashDrafter(model, block_size)
     drafter.check(target)
     return drafter

@@ -27,6 +27,7 @@ from transformers import (
 from flashdraft.cache import CacheWindow, KVCache
 from flashdraft.core import UserError
 from flashdraft.device import Placement
+from flashdraft.fast import speed_up
 from flashdraft.target.base import Target, TargetOutput
 
 ROLLBACK_KINDS = ("full_attention", "sliding_attention")
@@ -103,8 +104,14 @@ class HfTarget(Target):
         features_BQF = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
         return TargetOutput(out.logits[..., : self.vocab_size], features_BQF)
 
-    def _mask(self, window: CacheWindow) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Four-dimensional masks, which every family takes as they are: one, or one for each kind of layer."""
+    def _mask(self, window: CacheWindow) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """Four-dimensional masks, which every family takes as they are: one, or one for each kind of layer.
+
+        None where all rows are equally long and a step or a whole prompt is read: transformers then makes the plain
+        causal mask itself, or leaves it out, which is faster.
+        """
+        if window.even and (window.new == 1 or window.span == window.new):
+            return None
         masks = {kind: self._mask_of(kind, window) for kind in self._kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -162,11 +169,20 @@ class _CacheView(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._window.span - self._window.new
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._window.span, 0
+
 
 def load_target(
-    source: str, placement: Placement, *, name: str | None = None, trust_remote_code: bool = False
+    source: str, placement: Placement, *, name: str | None = None, trust_remote_code: bool = False, fast: bool = True
 ) -> tuple[HfTarget, PreTrainedTokenizerBase]:
-    """A model folder or hub id, in memory, with its tokenizer. Raises UserError with what to do."""
+    """A model folder or hub id, in memory, with its tokenizer; `fast` brings in the CPU path (see flashdraft.fast).
+
+    Raises UserError with what to do.
+    """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         refuse_recurrent(config, name or source)
@@ -178,6 +194,8 @@ def load_target(
             attn_implementation="eager" if eager else "sdpa",
             trust_remote_code=trust_remote_code,
         ).to(placement.device)
+        if fast:
+            speed_up(model)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
