@@ -37,7 +37,8 @@ class LoadOptions:
     """float32, bfloat16 or float16; what suits the device by default."""
 
     block_size: int | None = None
-    """Anchor and draft tokens of a round; what the drafter was trained with by default."""
+    """Anchor and draft tokens of every round; by default each round is as long as pays on this machine, up to what the
+    drafter was trained with."""
 
     fast: bool = True
     """On a CPU: replace the modules for which this machine has a faster kernel (more memory, same answers)."""

@@ -9,13 +9,14 @@ import torch
 
 from flashdraft import device as devices
 from flashdraft.core import Completion, LoadOptions, Piece, SamplingParams, UserError
+from flashdraft.decode.pace import Costs, Pace, costs_of
 from flashdraft.decode.plain import plain
 from flashdraft.decode.rounds import given, rounds
 from flashdraft.decode.row import Request, Row
 from flashdraft.drafters.base import Drafter
 from flashdraft.drafters.choose import choose_drafter
 from flashdraft.target.base import Target
-from flashdraft.target.zoo import drafter_folder, resolve
+from flashdraft.target.zoo import cache_folder, drafter_folder, resolve
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -45,13 +46,18 @@ def load(
         resolve(model, progress=progress), placement, name=model, trust_remote_code=trust_remote_code, fast=fast
     )
     chosen = choose_drafter(drafter, target, placement, shipped=drafter_folder(model), block_size=block_size, fast=fast)
-    return Engine(target, chosen, tokenizer)
+    paced = block_size is None and chosen.block_size > 1
+    return Engine(target, chosen, tokenizer, costs_of(target, chosen, cache_folder().parent) if paced else None)
 
 
 class Engine:
-    """A target, a drafter and a tokenizer. Holds no state of requests: calls may follow each other in any order."""
+    """A target, a drafter and a tokenizer. Holds no state of requests: calls may follow each other in any order.
 
-    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any) -> None:
+    With `costs` every round is as long as pays on this machine; without, every round uses the drafter's whole block.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any, costs: Costs | None = None) -> None:
+        self.costs = costs
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
@@ -71,7 +77,7 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> Iterator[Piece]:
         """Answer one prompt; yields a piece for the first token and after every round."""
         row = self._row(prompt, params, raw)
-        for _ in rounds(self.target, self.drafter, given([row])):
+        for _ in self._rounds([row]):
             yield row.piece()
 
     def stream_plain(
@@ -92,7 +98,7 @@ class Engine:
     ) -> Completion:
         """Answer one prompt, with the drafter or by plain decoding; `watch` gets the text as it comes."""
         row = self._row(prompt, params, raw)
-        steps = rounds(self.target, self.drafter, given([row])) if drafted else plain(self.target, row)
+        steps = self._rounds([row]) if drafted else plain(self.target, row)
         for _ in steps:
             text = row.piece().text
             if watch is not None:
@@ -146,10 +152,13 @@ class Engine:
                     f"{len(prompts)} prompts were given with {len(each)} sampling parameters; give one each"
                 )
             rows = [self._row(p, s, raw) for p, s in zip(prompts, each, strict=True)]
-        for _ in rounds(self.target, self.drafter, given(rows), max_rows):
+        for _ in self._rounds(rows, max_rows):
             pass
         done = [row.completion() for row in rows]
         return done if _is_many(prompt) else done[0]
+
+    def _rounds(self, rows: Sequence[Row], max_rows: int = 1) -> Iterator[object]:
+        return rounds(self.target, self.drafter, given(rows), max_rows, Pace(self.costs))
 
     def _row(self, prompt: Prompt, params: SamplingParams | None, raw: bool) -> Row:
         request = Request(self.encode(prompt, raw=raw), params or SamplingParams())

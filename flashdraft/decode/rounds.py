@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from flashdraft.cache import KVCache
+from flashdraft.decode.pace import Pace
 from flashdraft.decode.row import Row
 from flashdraft.decode.verify import match
 from flashdraft.drafters.base import Draft, Drafter, DraftState
@@ -26,13 +27,15 @@ def given(rows: Sequence[Row]) -> Source:
 
 
 @torch.inference_mode()
-def rounds(target: Target, drafter: Drafter, source: Source, max_rows: int = 1) -> Iterator[list[Row]]:
-    """Answer the rows that `source` gives, at most `max_rows` at a time.
+def rounds(
+    target: Target, drafter: Drafter, source: Source, max_rows: int = 1, pace: Pace | None = None
+) -> Iterator[list[Row]]:
+    """Answer the rows that `source` gives, at most `max_rows` at a time; `pace` sets the length of drafts.
 
     Yields the rows that just joined (with their first token), and after every round the rows that were in it; rows that
     finished are among them for the last time. Ends when no row is left and the source has none.
     """
-    cache, state = target.new_cache(), drafter.new_state(target)
+    cache, state, pace = target.new_cache(), drafter.new_state(target), pace or Pace()
     rows: list[Row] = []
     while True:
         if joined := list(source(max_rows - len(rows))):
@@ -44,12 +47,13 @@ def rounds(target: Target, drafter: Drafter, source: Source, max_rows: int = 1) 
         if not rows:
             continue
 
-        draft = propose(rows, drafter, state, target.device)
+        draft = propose(rows, drafter, state, pace, target.device)
 
         anchors_B1 = torch.tensor([row.ids[-1:] for row in rows], device=target.device)
         block_BQ = torch.cat((anchors_B1, draft.ids_BS), dim=1)
         logits_BQV, features_BQF = target.forward(block_BQ, cache, slice(0, len(rows)), taps=drafter.taps)
         emitted = verify(rows, draft, logits_BQV)
+        pace.learn(draft.ids_BS.shape[1], [count - 1 for count in emitted])
 
         for index, count in enumerate(emitted):
             cache.commit(index, count)
@@ -73,18 +77,19 @@ def prefill(row: Row, target: Target, drafter: Drafter, cache: KVCache, state: D
     return True
 
 
-def propose(rows: Sequence[Row], drafter: Drafter, state: DraftState, device: torch.device) -> Draft:
-    """The drafter's block, cut to what some row has room for.
+def propose(rows: Sequence[Row], drafter: Drafter, state: DraftState, pace: Pace, device: torch.device) -> Draft:
+    """The drafter's block, cut to what pays and to what some row has room for.
 
     A whole block is drafted even when less fits: slots of a block see each other, and what is proposed to a row must
-    not depend on how much its neighbours still want.
+    not depend on how much its neighbours still want. For the same reason drafts that are sampled are never cut to pay:
+    with a recorded proposal the length of a draft decides which random numbers its tokens meet.
     """
     room = min(drafter.block_size, max(row.answer.remaining for row in rows)) - 1
-    if room == 0:
+    recorded = any(row.params.sample_drafts for row in rows)
+    if room == 0 or (not recorded and pace.resting()):
         return Draft(torch.empty(len(rows), 0, dtype=torch.long, device=device))
     draft = state.propose(rows, drafter.block_size - 1)
-    probs_BSV = None if draft.probs_BSV is None else draft.probs_BSV[:, :room].to(device)
-    return Draft(draft.ids_BS[:, :room].to(device), probs_BSV)
+    return draft.cut(room if recorded else pace.size(draft.confidence_BS, len(rows), room), device)
 
 
 def verify(rows: Sequence[Row], draft: Draft, logits_BQV: torch.Tensor) -> list[int]:

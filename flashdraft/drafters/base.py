@@ -24,6 +24,17 @@ class Draft:
     ids_BS: torch.Tensor
     probs_BSV: torch.Tensor | None = None
     """What each token was drawn from; None when the proposal is a point (argmax, look-up)."""
+    confidence_BS: torch.Tensor | None = None
+    """The drafter's own probability that its most likely token of a slot is right, given that those before it are."""
+
+    def cut(self, size: int, device: torch.device) -> Draft:
+        """The first `size` tokens, on the target's device."""
+        probs, confidence = self.probs_BSV, self.confidence_BS
+        return Draft(
+            self.ids_BS[:, :size].to(device),
+            None if probs is None else probs[:, :size].to(device),
+            None if confidence is None else confidence[:, :size],
+        )
 
 
 class DraftRow(Protocol):

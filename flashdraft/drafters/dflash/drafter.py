@@ -114,4 +114,4 @@ def _in_target_ids(draft: Draft, d2t: torch.Tensor, vocab_size: int) -> Draft:
     if probs is not None:
         to = torch.arange(len(d2t), device=d2t.device) + d2t
         probs = probs.new_zeros(*probs.shape[:2], vocab_size).index_copy(2, to, probs)
-    return Draft(draft.ids_BS + d2t[draft.ids_BS], probs)
+    return Draft(draft.ids_BS + d2t[draft.ids_BS], probs, draft.confidence_BS)
