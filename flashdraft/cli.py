@@ -9,6 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "generate": "answer one prompt, streamed; --compare runs plain decoding too",
     "chat": "talk with the model",
+    "data": "let the target answer prompts, to train a drafter on",
     "models": "list, fetch and remove models",
     "doctor": "what this machine can do, with a lossless round trip",
 }

@@ -13,6 +13,7 @@ from flashdraft.core import SamplingParams
 
 NEVER = float("-inf")
 NOISE_CHUNK = 64  # tokens whose noise is drawn at a time
+NUCLEUS_GUESS = 256  # tokens among which the nucleus of top-p is looked for first
 
 OWN, ACCEPT, DRAFT = 0, 1, 2
 """Columns of the noise: the target's own token, the test of a recorded proposal, the drafter's sample."""
@@ -81,15 +82,24 @@ def probabilities(logits_SV: torch.Tensor, params: SamplingParams) -> torch.Tens
         lowest = scores.topk(params.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < lowest, NEVER)
     if params.top_p < 1:
-        ordered, order = scores.sort(dim=-1, descending=True)
-        # A token stays while the mass before it is below p; so the best one always stays.
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        out = (before >= params.top_p).scatter(-1, order, before >= params.top_p)
-        scores = scores.masked_fill(out, NEVER)
+        scores = scores.masked_fill(~_nucleus(scores.softmax(dim=-1), params.top_p), NEVER)
     if params.min_p > 0:
         probs = scores.softmax(dim=-1)
         scores = scores.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), NEVER)
     return scores.softmax(dim=-1)
+
+
+def _nucleus(probs_SV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Which tokens [S, V] stay under top-p: those before which the more likely ones have less than p of the mass."""
+    size = probs_SV.shape[-1]
+    # The nucleus is nearly always small: a full sort of the vocabulary is a last resort.
+    for count in (min(NUCLEUS_GUESS, size), size):
+        best_SK, order_SK = probs_SV.topk(count, dim=-1)
+        reached_SK = best_SK.cumsum(dim=-1)
+        if bool((reached_SK[:, -1] >= top_p).all()):
+            break
+    inside_SK = reached_SK - best_SK < top_p
+    return torch.zeros_like(probs_SV, dtype=torch.bool).scatter(-1, order_SK, inside_SK)
 
 
 def draw(probs_SV: torch.Tensor, uniforms_S: torch.Tensor) -> torch.Tensor:

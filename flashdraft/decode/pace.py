@@ -1,7 +1,7 @@
 """How much to draft and to verify, so that tokens come fastest (CaDDTree's rule, arXiv 2606.01813, for a chain).
 
 A round of S draft tokens emits 1 + sum_k prod_{i<=k} c_i tokens on average, where c_i is the drafter's own confidence
-in its token of slot i: probabilities of a trained drafter are calibrated well enough to be taken at their word. It costs
+in its token of slot i: a trained drafter's probabilities are calibrated well enough to be taken at their word. It costs
 a draft and a target pass over S + 1 tokens, which were timed on this machine. S is chosen to give most tokens a second.
 Where even the best S gives less than plain steps do, drafting rests for some rounds and is then tried again.
 
