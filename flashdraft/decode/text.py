@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-UNFINISHED = "�"  # what decoders show for bytes that are not (yet) a character
+UNFINISHED = "\ufffd"  # what decoders show for bytes that are not (yet) a character
+KEPT_TAIL = 4  # ids kept behind final text
+LONGEST_TAIL = 16  # ids kept while a run of bytes forms no character
 
 
 class Tokenizer(Protocol):
@@ -15,33 +17,42 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Text of a growing list of ids. Every call sees a few ids only, so a long answer costs no more per token."""
+    """Text of a growing list of ids. Every call decodes a few ids only, so a long answer costs no more per token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Ids are decoded from `_context` on, so that the decoder can see what joins a token to the one before it; the
-        # text of ids before `_done` was given out.
+        # The last ids, with some that were given out already: decoders look back (at spaces, at started characters).
         self._ids: list[int] = []
-        self._context = 0
-        self._done = 0
+        self._given = 0  # characters of their text that were given out
 
     def push(self, token_id: int) -> str:
-        """The text that became complete with this id; empty inside a character."""
+        """The text that became final with this id; empty inside a character."""
         self._ids.append(token_id)
-        before, after = self._decode(self._done), self._decode(len(self._ids))
-        if len(after) <= len(before) or after.endswith(UNFINISHED):
+        text = self._decode()
+        unfinished = _unfinished(text)
+        final = len(text) - unfinished
+        if final <= self._given:
             return ""
-        self._context, self._done = self._done, len(self._ids)
-        return after[len(before) :]
+        new, self._given = text[self._given : final], final
+        if not unfinished or len(self._ids) > LONGEST_TAIL:
+            self._ids = self._ids[-KEPT_TAIL:]
+            text = self._decode()
+            self._given = len(text) - _unfinished(text)
+        return new
 
     def flush(self) -> str:
         """What is left when no more ids come; a character cut in half shows as the replacement character."""
-        before, after = self._decode(self._done), self._decode(len(self._ids))
-        self._done = len(self._ids)
-        return after[len(before) :]
+        text, given = self._decode(), self._given
+        self._given = len(text)
+        return text[given:]
 
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._context : end], skip_special_tokens=True)
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+
+def _unfinished(text: str) -> int:
+    """Characters at the end that bytes to come may still change: a character misses three bytes at most."""
+    return min(len(text) - len(text.rstrip(UNFINISHED)), 3)
 
 
 class StopStrings:

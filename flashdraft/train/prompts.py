@@ -55,7 +55,8 @@ def read_prompts(source: str, *, suffix: str = "", split: str = "train") -> Iter
         if suffix:
             first = next(i for i, m in enumerate(messages) if m["role"] == "user")
             messages[first] = {"role": "user", "content": messages[first]["content"] + suffix}
-        yield Prompt(tuple(messages), name)
+        own_name = record.get("source") if isinstance(record, dict) else None
+        yield Prompt(tuple(messages), own_name or name)
 
 
 def messages_of(record: Any) -> list[Message] | None:
