@@ -42,11 +42,11 @@ class KVCache:
     def leave(self, row: int) -> None:
         """Forget a row. The last row takes its index."""
         last, length = self.rows - 1, self.lengths[-1]
-        if row != last:
+        if row != last and length:
             for tensor in (*self._keys, *self._values):
                 if tensor is not None:
                     tensor[row, :, :length] = tensor[last, :, :length]
-            self.lengths[row] = length
+        self.lengths[row] = length
         self.lengths.pop()
 
     def commit(self, row: int, kept: int) -> None:
@@ -56,18 +56,6 @@ class KVCache:
     def window(self, rows: slice, new: int) -> CacheWindow:
         """What one pass over `rows` with `new` positions each writes and reads."""
         return CacheWindow(self, rows, self.lengths[rows], new)
-
-    def keep_path(self, row: int, path: list[int]) -> None:
-        """Keep the slots `path` (offsets behind the length, rising) of what the last pass wrote, and close the gaps.
-
-        For the branch of a draft tree that was accepted.
-        """
-        start = self.lengths[row]
-        source = torch.tensor([start + offset for offset in path])
-        for tensor in (*self._keys, *self._values):
-            if tensor is not None:
-                tensor[row, :, start : start + len(path)] = tensor[row][:, source.to(tensor.device)]
-        self.lengths[row] += len(path)
 
     def storage(
         self, layer: int, like_k: torch.Tensor, like_v: torch.Tensor, capacity: int

@@ -1,7 +1,7 @@
 """Sampled answers are distributed as the target's, whatever proposes: chi-square over whole short answers.
 
-The target is a table: logits of the next token given the last one. So the exact probability of every short answer can be
-written down, with the processors applied to the exact prefix of each token.
+The target is a table: logits of the next token given the last one. So the exact probability of every short answer can
+be written down, with the processors applied to the exact prefix of each token.
 """
 
 from __future__ import annotations

@@ -1,0 +1,409 @@
+"""DFlash drafters: every spelling of their configs, clear refusals, exact tensors, and the network's sight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import answer_drafted, answer_plain, random_prompts
+from safetensors.torch import load_file, save_file
+
+from flashdraft.core import SamplingParams, UserError
+from flashdraft.drafters.choose import choose_drafter
+from flashdraft.drafters.dflash.config import config_from_dict, config_to_dict, default_target_layer_ids
+from flashdraft.drafters.dflash.drafter import DFlashDrafter, draft_logits
+from flashdraft.drafters.dflash.model import DFlashModel
+from flashdraft.drafters.dflash.rope import rotate, rotation
+from flashdraft.drafters.dflash.tiny import tiny_config, tiny_drafter_model
+from flashdraft.target.hf import HfTarget
+from flashdraft.target.tiny import tiny_target
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "num_target_layers": 36,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["full_attention", "full_attention"],
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 2,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-06,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "vocab_size": 97,
+    "dtype": "bfloat16",
+}
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    """The published config with keys changed, moved into dflash_config (`nested__x`) or dropped (`None` for "gone")."""
+    raw = json.loads(json.dumps(PUBLISHED))
+    for key, value in changes.items():
+        place = raw["dflash_config"] if key.startswith("nested__") else raw
+        key = key.removeprefix("nested__")
+        if value == "gone":
+            place.pop(key, None)
+        else:
+            place[key] = value
+    return raw
+
+
+SPELLINGS = {
+    "block size nested": published(block_size="gone", nested__block_size=16),
+    "block size in both": published(block_size=3, nested__block_size=16),
+    "rope_parameters": published(rope_theta="gone", rope_scaling="gone",
+                                 rope_parameters={"rope_theta": 1000000, "rope_type": "default"}),
+    "flat keys": published(dflash_config="gone", mask_token_id=90, target_layer_ids=[1, 9, 17, 25, 33]),
+    "no auto_map, old dtype": published(auto_map="gone", dtype="gone", torch_dtype="bfloat16"),
+    "AngelSlim": published(architectures=["QwenDFlashDraftModel"], num_anchors=512, loss_decay_gamma=7.0,
+                           attention_backend="flex"),
+    "no layer types": published(layer_types="gone"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_the_same_drafter(spelling: str) -> None:
+    """D36: block size and rotation are found wherever a release put them."""
+    assert config_from_dict(SPELLINGS[spelling]) == config_from_dict(PUBLISHED)
+
+
+def test_config_round_trip() -> None:
+    """D83: causality, layer types, window, soft cap and what we do not use survive; both spellings are written."""
+    for changes in (
+        {},
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+        {"is_causal": True}, {"is_causal": False}, {"nested__causal": True},
+        {"nested__input_embedding_scale": 5.5, "nested__final_logit_softcapping": 30.0},
+        {"nested__output_multiplier": 2.0},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+        {"draft_vocab_size": 50}, {"tie_word_embeddings": True, "eos_token_id": 3},
+    ):  # fmt: skip
+        config = config_from_dict(published(**changes))
+        written = config_to_dict(config, "bfloat16")
+        assert config_from_dict(json.loads(json.dumps(written))) == config
+        assert written["block_size"] == written["dflash_config"]["block_size"] == 16
+        assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1000000
+
+
+def test_causality_rule() -> None:
+    """Sliding layers are causal and full ones are not, unless is_causal or dflash_config.causal says so for all."""
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    for changes, expected in (
+        ({}, [True, False]), ({"is_causal": False}, [False, False]), ({"is_causal": True}, [True, True]),
+        ({"nested__causal": True}, [True, True]), ({"is_causal": False, "nested__causal": True}, [False, False]),
+    ):  # fmt: skip
+        config = config_from_dict(published(**mixed, **changes))
+        assert [config.causal(i) for i in range(2)] == expected
+        assert [config.window(i) for i in range(2)] == [8, None]
+    swa = config_from_dict(published(layer_types="gone", nested__use_swa=True, nested__swa_window_size=12))
+    assert swa.layer_types == ("sliding_attention",) * 2 and swa.sliding_window == 12
+
+
+REFUSED = {
+    "no ids": (published(nested__target_layer_ids="gone"), "'target_layer_ids' is missing"),
+    "no mask": (published(nested__mask_token_id="gone"), "'mask_token_id' is missing"),
+    "no block size": (published(block_size="gone"), "'block_size' is missing"),
+    "no width": (published(hidden_size="gone"), "'hidden_size' is missing"),
+    "negative id": (published(nested__target_layer_ids=[-1, 3]), r"target_layer_ids is \[-1, 3\].*0 to 35"),
+    "id too large": (published(nested__target_layer_ids=[1, 36]), r"target_layer_ids is \[1, 36\].*0 to 35"),
+    "same id twice": (published(nested__target_layer_ids=[1, 1]), "free of repeats"),
+    "mask outside": (published(nested__mask_token_id=97), "mask_token_id is 97.*vocab_size = 97"),
+    "block of one": (published(block_size=1), "block_size is 1"),
+    "window missing": (published(layer_types=["sliding_attention"] * 2), "sliding_window is None"),
+    "layer types short": (published(layer_types=["full_attention"]), "num_hidden_layers = 2"),
+    "partial rotary": (published(rope_parameters={"partial_rotary_factor": 0.25}), "partial_rotary_factor is 0.25"),
+    "DSpark": (published(architectures=["Qwen3DSparkModel"], markov_rank=256), "DSpark drafter"),
+    "Domino": (published(nested__projector_type="domino"), "Domino drafter"),
+    "XPress": (published(architectures=["XPressDraftModel"]), "XPress drafter"),
+    "DFlare": (published(architectures=["QwenDFlareDraftModel"]), "DFlare drafter"),
+    "DFlash2": (published(architectures=["DFlash2DraftModel"], nested__conv_kernel_size=2), "DFlash2 drafter"),
+    "speculators": (published(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
+    "another model": (published(architectures=["LlamaForCausalLM"]), r"architectures is \['LlamaForCausalLM'\]"),
+    "sinks": (published(nested__attention_sink_bias=True), "attention_sink_bias is True"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_key(case: str) -> None:
+    """D39, D53, D81 and relatives of DFlash: the message names the key and what it holds."""
+    raw, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        config_from_dict(raw)
+
+
+def test_default_taps() -> None:
+    """The paper's rule for new drafters; a target too small for different taps is refused."""
+    assert default_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)
+    assert default_target_layer_ids(24, 5) == (1, 6, 11, 16, 21)
+    assert default_target_layer_ids(30, 1) == (15,)
+    for layers in (4, 5, 3):
+        with pytest.raises(UserError, match=f"{layers} layers"):
+            default_target_layer_ids(layers, 4)
+
+
+def test_pairs_that_do_not_fit(target: HfTarget) -> None:
+    """D63: both values of what does not fit."""
+    for changes, message in (
+        ({"hidden_size": 48}, "hidden_size is 48 in the drafter and 32"),
+        ({"num_target_layers": 7}, "num_target_layers is 7 .* has 4 layers"),
+        ({"num_target_layers": None, "target_layer_ids": (1, 4)}, "layer 4.*layers 0 to 3"),
+        ({"vocab_size": 200, "mask_token_id": 150}, "mask_token_id 150 is outside the 97"),
+    ):
+        with pytest.raises(UserError, match=message):
+            DFlashDrafter(tiny_drafter_model(target, **changes)).check(target)
+    with pytest.raises(UserError, match="block_size must be at least 2"):
+        DFlashDrafter(tiny_drafter_model(target), block_size=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, target: HfTarget) -> Path:
+    tiny_drafter_model(target).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors")
+
+
+def equal_weights(a: DFlashModel, b: DFlashModel) -> bool:
+    theirs = b.state_dict()
+    return all(torch.equal(t, theirs[n]) for n, t in a.state_dict().items()) and len(a.state_dict()) == len(theirs)
+
+
+def test_saved_and_loaded_bit_equal(folder: Path, target: HfTarget) -> None:
+    """D47, D49: no embedding or head is stored or wanted, and every tensor comes back as it was."""
+    model, loaded = tiny_drafter_model(target), DFlashModel.from_pretrained(folder)
+    assert loaded.settings == model.settings and equal_weights(model, loaded)
+    assert not [n for n in load_file(folder / "model.safetensors") if "embed" in n or "lm_head" in n]
+    assert not list(folder.glob("*.new"))
+    half = DFlashModel.from_pretrained(folder, dtype=torch.bfloat16)
+    half.save_pretrained(folder)
+    assert DFlashModel.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def fuse_qkv(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = {n: t for n, t in tensors.items() if not any(f".{p}_proj." in n for p in "qkv")}
+    for i in range(2):
+        parts = [tensors[f"layers.{i}.self_attn.{p}_proj.weight"] for p in "qkv"]
+        out[f"layers.{i}.self_attn.qkv_proj.weight"] = torch.cat(parts)
+    return out
+
+
+VARIANTS = {
+    "prefix": lambda t: {f"model.{n}": v for n, v in t.items()},
+    "fused": fuse_qkv,
+    "muse": lambda t: {
+        n.replace("fc.", "encoder.fc.").replace("hidden_norm.", "encoder.output_norm_enc."): v for n, v in t.items()
+    },
+    "copies of the target's": lambda t: {
+        **t, "embed_tokens.weight": torch.randn(97, 32), "lm_head.weight": torch.randn(97, 32),
+        "rotary_emb.inv_freq": torch.ones(8), "t2d": torch.ones(97, dtype=torch.bool),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_names_of_other_exporters(folder: Path, target: HfTarget, variant: str) -> None:
+    rewrite(folder, VARIANTS[variant])
+    assert equal_weights(DFlashModel.from_pretrained(folder), tiny_drafter_model(target))
+
+
+def test_broken_folders_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    rewrite(folder, lambda t: {**{n: v for n, v in t.items() if n != "norm.weight"}, "nonsense": torch.ones(1)})
+    with pytest.raises(UserError, match=r"missing tensors: \['norm.weight'\]; unexpected tensors: \['nonsense'\]"):
+        DFlashModel.from_pretrained(folder)
+    rewrite(folder, lambda t: {**{n: v for n, v in t.items() if n != "nonsense"}, "norm.weight": torch.ones(5)})
+    with pytest.raises(UserError, match=r"norm.weight has shape \(5,\), config.json says \(32,\)"):
+        DFlashModel.from_pretrained(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="no .*safetensors file"):
+        DFlashModel.from_pretrained(folder)
+    (folder / "config.json").write_text("{not json")
+    with pytest.raises(UserError, match="is not JSON"):
+        DFlashModel.from_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="has no config.json"):
+        DFlashModel.from_pretrained(folder)
+    with pytest.raises(UserError, match="no such folder"):
+        DFlashModel.from_pretrained(tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(UserError, match="the hub gave nothing"):
+        DFlashModel.from_pretrained("nobody/nothing")
+
+
+KINDS = {
+    "full": {},
+    "sliding": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 8},
+    "sliding, not causal": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 8, "is_causal": False},
+    "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8},
+    "causal": {"is_causal": True},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                 "original_max_position_embeddings": 16}, "max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def by_definition(model: DFlashModel, target: HfTarget, features: torch.Tensor, anchor: int, size: int) -> torch.Tensor:
+    """Draft logits written out pair by pair: context and block in one sequence, no cache."""
+    config, start = model.settings, features.shape[1]
+    context = model.hidden_norm(model.fc(features))[0]
+    x = target.embed(torch.tensor([anchor, *[config.mask_token_id] * (size - 1)]))
+    positions = torch.arange(start + size)
+    at = model.rotation(positions[None])
+    for index, layer in enumerate(model.layers):
+        attention, normed = layer.self_attn, layer.input_layernorm(x)
+        both = torch.cat((context, normed))
+        heads = lambda t: t.view(1, len(t), -1, config.head_dim)  # noqa: E731
+        keys = rotate(attention.k_norm(heads(attention.k_proj(both))).transpose(1, 2), at)[0]
+        values = heads(attention.v_proj(both)).transpose(1, 2)[0]
+        block_at = type(at)(at.cos[:, start:], at.sin[:, start:])
+        queries = rotate(attention.q_norm(heads(attention.q_proj(normed))).transpose(1, 2), block_at)[0]
+        outs = []
+        for slot in range(size):
+            q_pos = start + slot
+            window, causal = config.window(index), config.causal(index)
+            seen = [
+                k for k in range(start + size)
+                if (k <= q_pos or not causal) and (window is None or abs(q_pos - k) < window)
+            ]  # fmt: skip
+            for head in range(config.num_attention_heads):
+                group = head // (config.num_attention_heads // config.num_key_value_heads)
+                scores = keys[group, seen] @ queries[head, slot] * config.head_dim**-0.5
+                outs.append(scores.softmax(0) @ values[group, seen])
+        x = x + attention.o_proj(torch.stack(outs).view(size, -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return target.head(model.norm(x))[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [4, 8])
+@torch.inference_mode()
+def test_cached_drafts_equal_the_definition(target: HfTarget, kind: str, size: int) -> None:
+    """D34: context that came in pieces, projected once and cached, gives the logits of the written-out network, behind
+    a window of 8 at a context of 30."""
+    model = tiny_drafter_model(target, block_size=size, **KINDS[kind])
+    features = torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(1))
+    state = DFlashDrafter(model).new_state(target)
+    state.join([9] * 17, features[:, :17])
+    for start, kept, junk in ((17, 5, 2), (22, 1, 6), (23, 7, 0)):
+        new = torch.cat((features[:, start : start + kept], torch.randn(1, junk, 64)), 1)
+        draft_logits(model, target, torch.tensor([11]), state._cache.window(slice(0, 1), size))
+        state.commit(new, [kept])
+    got = draft_logits(model, target, torch.tensor([11]), state._cache.window(slice(0, 1), size))[0]
+    torch.testing.assert_close(got, by_definition(model, target, features, 11, size), atol=1e-4, rtol=1e-4)
+
+
+def test_window_matters(target: HfTarget) -> None:
+    """The test above would notice a drafter that ignores its window."""
+    features = torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(1))
+    full, sliding = tiny_drafter_model(target), tiny_drafter_model(target, **KINDS["sliding"])
+    assert not torch.allclose(
+        by_definition(full, target, features, 11, 4), by_definition(sliding, target, features, 11, 4), atol=1e-3
+    )
+
+
+def test_rotation_in_half_precision_is_computed_in_full(target: HfTarget) -> None:
+    """D42: a bfloat16 drafter's frequencies are not rounded, so far positions do not drift."""
+    config = tiny_config(target, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    positions = torch.tensor([[5000, 31999]])
+    half = DFlashModel(config).to(torch.bfloat16).rotation(positions)
+    exponent = torch.arange(0, 16, 2, dtype=torch.float64) / 16
+    exact = (positions[0, :, None].double() / 1e6**exponent).repeat(1, 2)
+    assert half.cos.dtype == torch.bfloat16
+    torch.testing.assert_close(half.cos[0].double(), exact.cos(), atol=1e-2, rtol=0)
+    wide = rotation(positions, (1 / 1e6**exponent).float(), 1.0, torch.float32)
+    torch.testing.assert_close(wide.cos[0].double(), exact.cos(), atol=2e-3, rtol=0)
+
+
+def test_context_beyond_the_drafters_positions(target: HfTarget) -> None:
+    """D38: a drafter made for 32 positions drafts behind 40."""
+    drafter = DFlashDrafter(tiny_drafter_model(target, max_position_embeddings=32))
+    (prompt,) = random_prompts([40])
+    params = SamplingParams(max_new_tokens=12)
+    (done,) = answer_drafted(target, drafter, [prompt], params)
+    assert done.ids == answer_plain(target, prompt, params).ids and done.stats.drafted > 0
+
+
+def test_reduced_vocabulary(tmp_path: Path, target: HfTarget) -> None:
+    """A drafter with a head of its own over 20 tokens proposes target ids, and its samples stay lossless."""
+    model = tiny_drafter_model(target, draft_vocab_size=20)
+    kept = torch.randperm(97, generator=torch.Generator().manual_seed(0))[:20].sort().values
+    model.d2t = kept - torch.arange(20)
+    model.save_pretrained(tmp_path)
+    loaded = DFlashModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.d2t, model.d2t) and equal_weights(loaded, model)
+    (prompt,) = random_prompts([9])
+    for params in (SamplingParams(max_new_tokens=16), SamplingParams(max_new_tokens=16, temperature=1.0, seed=2)):
+        (done,) = answer_drafted(target, DFlashDrafter(loaded), [prompt], params)
+        assert done.ids == answer_plain(target, prompt, params).ids
+    state = DFlashDrafter(loaded).new_state(target)
+    features = torch.randn(1, 9, 64)
+    state.join(prompt, features)
+
+    class Row:
+        ids, params = [*prompt, 7], SamplingParams(temperature=1.0, sample_drafts=True)
+
+        def draft_noise(self, count: int) -> torch.Tensor:
+            return torch.full((count,), 0.5, dtype=torch.float64)
+
+    draft = state.propose([Row()], 4)
+    assert set(draft.ids_BS[0].tolist()) <= set(kept.tolist())
+    assert draft.probs_BSV.shape == (1, 4, 97) and torch.allclose(draft.probs_BSV.sum(-1), torch.ones(1, 4))
+
+
+def test_scale_and_soft_cap_of_draft_logits(target: HfTarget) -> None:
+    plain = tiny_drafter_model(target)
+    scaled = tiny_drafter_model(target, output_multiplier=2.0, final_logit_softcapping=3.0, input_embedding_scale=4.0)
+    assert torch.equal(plain.scale_logits(torch.tensor([1.0])), torch.tensor([1.0]))
+    expected = torch.tanh(torch.tensor([2.0 / 3])) * 3
+    torch.testing.assert_close(scaled.scale_logits(torch.tensor([1.0])), expected)
+    logits = []
+    for model in (plain, tiny_drafter_model(target, input_embedding_scale=4.0)):
+        state = DFlashDrafter(model).new_state(target)
+        state.join([9], torch.zeros(1, 1, 64))
+        logits.append(draft_logits(model, target, torch.tensor([11]), state._cache.window(slice(0, 1), 4)))
+    assert not torch.allclose(*logits)
+
+
+def test_choice_by_name(folder: Path, target: HfTarget) -> None:
+    """D57: without a drafter of its own a target gets prompt lookup, and a visible warning says so."""
+    from flashdraft.device import choose
+
+    cpu = choose("cpu")
+    with pytest.warns(UserWarning, match="no drafter ships"):
+        assert choose_drafter("auto", target, cpu).block_size > 1
+    assert choose_drafter("auto", target, cpu, shipped=folder).taps == (0, 2)
+    assert choose_drafter(str(folder), target, cpu, block_size=3).block_size == 3
+    assert choose_drafter("lookup", target, cpu, block_size=5).block_size == 5
+    assert choose_drafter("none", target, cpu).block_size == 1
+    with pytest.raises(UserError, match="no effect without a drafter"):
+        choose_drafter("none", target, cpu, block_size=4)
+    with pytest.raises(UserError, match="hidden_size"):
+        choose_drafter(str(folder), tiny_target(hidden_size=64), cpu)
+
+
+def test_every_head_is_read() -> None:
+    """Grouped queries: key heads belong to their own group (a permutation of groups changes the logits)."""
+    target = tiny_target()
+    model = tiny_drafter_model(target)
+    features = torch.randn(1, 6, 64)
+    before = by_definition(model, target, features, 11, 4)
+    with torch.no_grad():
+        for layer in model.layers:
+            weight = layer.self_attn.v_proj.weight
+            weight.copy_(torch.cat((weight[16:], weight[:16])))
+    assert not torch.allclose(before, by_definition(model, target, features, 11, 4), atol=1e-4)
