@@ -13,6 +13,7 @@ from flashdraft.core import SamplingParams
 
 NEVER = float("-inf")
 NOISE_CHUNK = 64  # tokens whose noise is drawn at a time
+COLDEST = 1e-9  # lower temperatures overflow float32; this one is greedy already
 NUCLEUS_GUESS = 256  # tokens among which the nucleus of top-p is looked for first
 
 OWN, ACCEPT, DRAFT = 0, 1, 2
@@ -58,7 +59,8 @@ def process_prefix(
     logits_V = logits_V.clone()
     device = logits_V.device
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(ids)), device=device)
+        # A prompt may hold ids that are embedded but never generated (rows of a padded table).
+        seen = torch.tensor(sorted({i for i in ids if i < logits_V.shape[0]}), dtype=torch.long, device=device)
         found = logits_V[seen]
         logits_V[seen] = torch.where(found > 0, found / params.repetition_penalty, found * params.repetition_penalty)
     answer = ids[prompt_length:]
@@ -77,7 +79,7 @@ def process_prefix(
 def probabilities(logits_SV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Temperature, then top-k, top-p and min-p, in transformers' order; float32 probabilities [S, V]."""
     assert params.temperature > 0, "greedy decoding has no probabilities"
-    scores = logits_SV.float() / params.temperature
+    scores = logits_SV.float() / max(params.temperature, COLDEST)
     if 0 < params.top_k < scores.shape[-1]:
         lowest = scores.topk(params.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < lowest, NEVER)

@@ -10,18 +10,20 @@ from flashdraft.cache import KVCache, visible
 
 HEADS, WIDTH = 2, 3
 
+KEPT = st.lists(st.integers(0, 5), min_size=10, max_size=10)
 step = st.one_of(
     st.tuples(st.just("join")),
     st.tuples(st.just("leave"), st.integers(0, 9)),
-    st.tuples(st.just("write"), st.integers(1, 5), st.lists(st.integers(0, 5), min_size=10, max_size=10)),
+    st.tuples(st.just("write"), st.integers(1, 5), KEPT, st.booleans()),
+    st.tuples(st.just("write"), st.sampled_from((1, 200, 300)), KEPT, st.just(True)),
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=120)
 @given(steps=st.lists(step, max_size=25))
 def test_against_lists(steps: list[tuple]) -> None:
-    """Rows join and leave, write ragged blocks and keep parts of them: each row holds what a list of its tokens
-    would."""
+    """Rows join and leave; all of them, or the newest alone, write blocks behind ragged lengths and keep parts of them:
+    each row holds what a list of its tokens would, in every layer, keys and values, also when storage grows."""
     cache, lists, serial = KVCache(2), [], 0
     for action, *args in steps:
         if action == "join":
@@ -33,19 +35,23 @@ def test_against_lists(steps: list[tuple]) -> None:
             lists[row] = lists[-1]
             lists.pop()
         elif action == "write" and lists:
-            new = args[0]
-            tokens = torch.arange(serial, serial + len(lists) * new).view(len(lists), new)
+            new, kept_each, newest_alone = args
+            rows = slice(len(lists) - 1 if newest_alone else 0, len(lists))
+            tokens = torch.arange(serial, serial + len(lists[rows]) * new).view(-1, new)
             serial += tokens.numel()
-            values = tokens[:, None, :, None].expand(-1, HEADS, -1, WIDTH).float()
-            window = cache.window(slice(0, len(lists)), new)
-            for layer in range(2):
-                keys, _ = window.update(layer, values + layer, -values)
-            for row, held in enumerate(lists):
-                assert keys[row, 0, : len(held) + new, 0].tolist() == [1.0 + t for t in held + tokens[row].tolist()]
-            for row, held in enumerate(lists):
-                kept = min(args[1][row], new)
+            ones = torch.tensor([1.0, 2.0]).view(1, HEADS, 1, 1).expand(-1, -1, -1, WIDTH)  # heads differ
+            numbers = tokens[:, None, :, None] * ones
+            window = cache.window(rows, new)
+            seen = [window.update(layer, numbers + layer, -numbers - layer) for layer in range(2)]
+            for index, held in enumerate(lists[rows]):
+                expected = torch.tensor(held + tokens[index].tolist())[None, :, None] * ones[0]
+                for layer, (keys, values) in enumerate(seen):
+                    assert torch.equal(keys[index, :, : len(held) + new], expected + layer)
+                    assert torch.equal(values[index, :, : len(held) + new], -expected - layer)
+            for row in range(*rows.indices(len(lists))):
+                kept = min(kept_each[row % 10], new)
                 cache.commit(row, kept)
-                held += tokens[row, :kept].tolist()
+                lists[row] += tokens[row - rows.start, :kept].tolist()
         assert cache.lengths == [len(held) for held in lists]
 
 
@@ -61,6 +67,49 @@ def test_growth_keeps_what_is_there() -> None:
     more = torch.randn(1, HEADS, 900, WIDTH)
     keys, values = cache.window(slice(0, 1), 900).update(0, more, -more)
     assert torch.equal(keys, torch.cat((first, more), 2)) and torch.equal(values, torch.cat((first, -more), 2))
+
+
+def test_a_row_that_never_wrote_can_leave() -> None:
+    """A request that ends before its first pass leaves rows behind that the storage does not even hold yet."""
+    cache = KVCache(1)
+    cache.join()
+    cache.window(slice(0, 1), 2).update(0, torch.ones(1, HEADS, 2, WIDTH), torch.ones(1, HEADS, 2, WIDTH))
+    cache.commit(0, 2)
+    cache.join()
+    cache.leave(0)
+    assert cache.lengths == [0]
+    cache.leave(0)
+    assert cache.lengths == [] and cache.rows == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    new=st.integers(1, 6),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 8)),
+)
+def test_leftovers_never_count(lengths: list[int], new: int, causal: bool, window: int | None) -> None:
+    """Slots behind a row's end hold rejected drafts and other rows' past; huge values there change no bit of what
+    attention gives."""
+    outputs = []
+    for leftover in (0.0, 1e30):
+        generator = torch.Generator().manual_seed(0)
+        cache = KVCache(1)
+        for length in lengths:
+            cache.commit(cache.join(), length)
+        view = cache.window(slice(0, len(lengths)), new)
+        like = torch.zeros(len(lengths), HEADS, new, WIDTH)
+        for storage in cache.storage(0, like, like, view.span):
+            storage.fill_(leftover)
+            for row, length in enumerate(lengths):
+                storage[row, :, :length] = torch.randn(HEADS, length, WIDTH, generator=generator)
+        query, key, value = (torch.randn(like.shape, generator=generator) for _ in range(3))
+        keys, values = view.update(0, key, value)
+        mask = view.mask(torch.device("cpu"), causal=causal, window=window)
+        mask = None if mask is None else mask[:, None]
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask))
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
 
 
 @settings(deadline=None, max_examples=80)

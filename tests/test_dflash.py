@@ -12,11 +12,12 @@ from conftest import answer_drafted, answer_plain, random_prompts
 from safetensors.torch import load_file, save_file
 
 from flashdraft.core import SamplingParams, UserError
+from flashdraft.decode.compat import DFlashDraftModel
 from flashdraft.drafters.choose import choose_drafter
 from flashdraft.drafters.dflash.config import config_from_dict, config_to_dict, default_target_layer_ids
 from flashdraft.drafters.dflash.drafter import DFlashDrafter, draft_logits
 from flashdraft.drafters.dflash.model import DFlashModel
-from flashdraft.drafters.dflash.rope import rotate, rotation
+from flashdraft.drafters.dflash.rope import frequencies, rotate, rotation
 from flashdraft.drafters.dflash.tiny import tiny_config, tiny_drafter_model
 from flashdraft.target.hf import HfTarget
 from flashdraft.target.tiny import tiny_target
@@ -72,6 +73,14 @@ SPELLINGS = {
     "AngelSlim": published(architectures=["QwenDFlashDraftModel"], num_anchors=512, loss_decay_gamma=7.0,
                            attention_backend="flex"),
     "no layer types": published(layer_types="gone"),
+    "an empty nested key hides nothing": published(nested__block_size=None, nested__num_target_layers=None),
+    "a head for the whole vocabulary": published(draft_vocab_size=97),
+    "the same rotation for each kind of layer": published(rope_theta="gone", rope_parameters={
+        kind: {"rope_theta": 1000000, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")}),
+    "what the target's rotation leaves behind": published(rope_parameters={
+        "rope_theta": 1000000, "rope_type": "default", "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}),
+    "keys of engines, neutral": published(nested__sample_from_anchor=False, nested__attention_value_scale=1.0,
+                                          nested__attention_sink_bias=False, is_neox_style=True),
 }  # fmt: skip
 
 
@@ -79,6 +88,45 @@ SPELLINGS = {
 def test_every_spelling_is_the_same_drafter(spelling: str) -> None:
     """D36: block size and rotation are found wherever a release put them."""
     assert config_from_dict(SPELLINGS[spelling]) == config_from_dict(PUBLISHED)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1000000}
+YARNS = {
+    "rope_scaling": published(rope_scaling={"rope_type": "yarn", **YARN}),
+    "rope_scaling, theta beside it": published(
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    ),
+    "rope_parameters": published(rope_theta="gone", rope_parameters={"rope_type": "yarn", **YARN}),
+    "old word": published(rope_theta="gone", rope_parameters={"type": "yarn", **YARN}),
+}
+
+
+def test_scaled_rotation_in_every_spelling() -> None:
+    """`type` for `rope_type` inside rope_parameters was read as plain rotation, without a word."""
+    first, *others = [config_from_dict(raw) for raw in YARNS.values()]
+    assert first.rope_parameters == {"rope_type": "yarn", **YARN}
+    assert all(other == first for other in others)
+    inverse, factor = frequencies(first, torch.device("cpu"))
+    plain, one = frequencies(config_from_dict(PUBLISHED), torch.device("cpu"))
+    assert factor != one and not torch.allclose(inverse, plain)
+    nonsense = config_from_dict(published(rope_scaling={"type": "nonsense", "factor": 2.0}))
+    with pytest.raises(UserError, match="rope_type is 'nonsense'"):
+        frequencies(nonsense, torch.device("cpu"))
+
+
+def test_muse_sees_both_sides() -> None:
+    """transformers' own class (Muse-Glimmer) has flat keys, no vocabulary, slides in every layer, sees both sides of a
+    block, and counts the window's own distance in; it was read as causal."""
+    raw = published(
+        architectures=["MuseGlimmerAssistantModel"], model_type="muse_glimmer_assistant", dflash_config="gone",
+        mask_token_id=90, target_layer_ids=[1, 13, 25], vocab_size="gone", layer_types="gone", sliding_window=2048,
+        num_target_layers="gone",
+    )  # fmt: skip
+    config = config_from_dict(raw)
+    assert config.layer_types == ("sliding_attention",) * 2
+    assert [config.causal(0), config.window(0)] == [False, 2049]
+    assert (config.vocab_size, config.target_layer_ids) == (91, (1, 13, 25))
+    assert config_from_dict(config_to_dict(config, "float32")) == config
 
 
 def test_config_round_trip() -> None:
@@ -134,6 +182,23 @@ REFUSED = {
     "speculators": (published(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
     "another model": (published(architectures=["LlamaForCausalLM"]), r"architectures is \['LlamaForCausalLM'\]"),
     "sinks": (published(nested__attention_sink_bias=True), "attention_sink_bias is True"),
+    "scaled values": (published(nested__attention_value_scale=0.5), "attention_value_scale is 0.5"),
+    "anchor predicts": (published(nested__sample_from_anchor=True), "sample_from_anchor is True"),
+    "interleaved rotation": (published(is_neox_style=False), "is_neox_style is False"),
+    "another activation": (published(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "partial rotary beside": (published(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "two rotations": (
+        published(rope_parameters={"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}),
+        "rope_parameters is .*same",
+    ),
+    "no window": (published(layer_types=["sliding_attention"] * 2, sliding_window=0), "sliding_window is 0"),
+    "unknown layer": (published(layer_types=["full_attention", "conv"]), "layer_types is .*'conv'"),
+    "heads and groups": (published(num_key_value_heads=3), "num_attention_heads is 4.*num_key_value_heads 3"),
+    "odd head": (published(head_dim=15), "head_dim is 15"),
+    "no list": (published(nested__target_layer_ids="1,2"), "'target_layer_ids' is '1,2'"),
+    "no ids at all": (published(nested__target_layer_ids=[]), r"target_layer_ids is \[\]"),
+    "mask as text": (published(nested__mask_token_id="90"), "'mask_token_id' is '90'"),
+    "no number": (published(hidden_size="32"), "'hidden_size' is '32'"),
 }
 
 
@@ -143,6 +208,17 @@ def test_refusals_name_the_key(case: str) -> None:
     raw, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         config_from_dict(raw)
+
+
+def test_the_last_layer_can_be_tapped(target: HfTarget) -> None:
+    """D39: N-1 is a layer (whose features are normed), N is none; its drafter stays lossless."""
+    assert config_from_dict(published(nested__target_layer_ids=[0, 35])).target_layer_ids == (0, 35)
+    assert config_from_dict(published(nested__target_layer_ids=[35, 0])).target_layer_ids == (35, 0)  # fc's order
+    drafter = DFlashDrafter(tiny_drafter_model(target, target_layer_ids=(3, 0)))
+    drafter.check(target)
+    (prompt,), params = random_prompts([9]), SamplingParams(max_new_tokens=12)
+    (done,) = answer_drafted(target, drafter, [prompt], params)
+    assert done.ids == answer_plain(target, prompt, params).ids
 
 
 def test_default_taps() -> None:
@@ -167,6 +243,27 @@ def test_pairs_that_do_not_fit(target: HfTarget) -> None:
             DFlashDrafter(tiny_drafter_model(target, **changes)).check(target)
     with pytest.raises(UserError, match="block_size must be at least 2"):
         DFlashDrafter(tiny_drafter_model(target), block_size=1)
+
+
+def test_reduced_vocabulary_must_fit(target: HfTarget) -> None:
+    """An offset that leads out of the target's vocabulary died in the target's embedding, many tokens later."""
+    model = tiny_drafter_model(target, draft_vocab_size=20)
+    DFlashDrafter(model).check(target)
+    for offset, message in ((78, "d2t gives ids 0 to 97, but .* 0 to 96"), (-20, "d2t gives ids -1 to 18")):
+        model.d2t = torch.zeros(20, dtype=torch.long)
+        model.d2t[-1] = offset
+        with pytest.raises(UserError, match=message):
+            DFlashDrafter(model).check(target)
+
+
+def test_names_of_the_ecosystem_refuse_what_they_cannot(target: HfTarget) -> None:
+    """spec_generate answered the first of two prompts and dropped the other; transformers would put the target's head
+    on a drafter that has its own."""
+    model = DFlashDraftModel(tiny_config(target))
+    with pytest.raises(UserError, match="2 rows"):
+        model.spec_generate(target=target.model, input_ids=torch.ones(2, 3, dtype=torch.long), max_new_tokens=4)
+    with pytest.raises(UserError, match="head of its own"):
+        _ = DFlashDraftModel(tiny_config(target, draft_vocab_size=20)).config
 
 
 @pytest.fixture
@@ -230,9 +327,17 @@ def test_broken_folders_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     rewrite(folder, lambda t: {**{n: v for n, v in t.items() if n != "nonsense"}, "norm.weight": torch.ones(5)})
     with pytest.raises(UserError, match=r"norm.weight has shape \(5,\), config.json says \(32,\)"):
         DFlashModel.from_pretrained(folder)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="no .*safetensors file"):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(UserError, match="model.safetensors is not a whole safetensors file"):
         DFlashModel.from_pretrained(folder)
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="no .*safetensors file.*can run code"):
+        DFlashModel.from_pretrained(folder)
+    for text in ("[1]", '{"dflash_config": [1]}'):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(UserError, match="not a drafter's config"):
+            DFlashModel.from_pretrained(folder)
     (folder / "config.json").write_text("{not json")
     with pytest.raises(UserError, match="is not JSON"):
         DFlashModel.from_pretrained(folder)
@@ -243,6 +348,21 @@ def test_broken_folders_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
         DFlashModel.from_pretrained(tmp_path / "nowhere" / "at" / "all")
     with pytest.raises(UserError, match="the hub gave nothing"):
         DFlashModel.from_pretrained("nobody/nothing")
+
+
+def test_a_save_that_fails_leaves_the_old_folder(folder: Path, target: HfTarget, monkeypatch) -> None:
+    """A full disk in the middle of a save must not cost the drafter that was there."""
+    import flashdraft.drafters.dflash.weights as module
+
+    def half(tensors: dict[str, torch.Tensor], path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(module, "save_file", half)
+    with pytest.raises(OSError, match="disk full"):
+        tiny_drafter_model(target, seed=7, is_causal=True).save_pretrained(folder)
+    loaded = DFlashModel.from_pretrained(folder)
+    assert loaded.settings.is_causal is None and equal_weights(loaded, tiny_drafter_model(target))
 
 
 KINDS = {
@@ -305,6 +425,38 @@ def test_cached_drafts_equal_the_definition(target: HfTarget, kind: str, size: i
         state.commit(new, [kept])
     got = draft_logits(model, target, torch.tensor([11]), state._cache.window(slice(0, 1), size))[0]
     torch.testing.assert_close(got, by_definition(model, target, features, 11, size), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_ragged_rows_draft_as_if_alone(target: HfTarget, kind: str) -> None:
+    """Rows of different length, before and after one of them left and another took its place."""
+    model = tiny_drafter_model(target, **KINDS[kind])
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randn(1, n, 64, generator=generator) for n in (5, 19, 12)]
+    state = DFlashDrafter(model).new_state(target)
+    for features in texts:
+        state.join([9] * features.shape[1], features)
+
+    def check() -> None:
+        anchors = torch.arange(20, 20 + len(texts))
+        got = draft_logits(model, target, anchors, state._cache.window(slice(0, len(texts)), 5))
+        for row, features in enumerate(texts):
+            expected = by_definition(model, target, features, int(anchors[row]), 5)
+            torch.testing.assert_close(got[row], expected, atol=1e-4, rtol=1e-4)
+
+    check()
+    new = torch.randn(3, 5, 64, generator=generator)
+    kept = (5, 1, 3)
+    state.commit(new, kept)
+    texts = [torch.cat((text, new[b : b + 1, : kept[b]]), 1) for b, text in enumerate(texts)]
+    check()
+    state.leave(0)
+    texts = [texts[2], texts[1]]
+    check()
+    texts.append(torch.randn(1, 2, 64, generator=generator))
+    state.join([9, 9], texts[-1])
+    check()
 
 
 def test_window_matters(target: HfTarget) -> None:
@@ -371,12 +523,41 @@ def test_scale_and_soft_cap_of_draft_logits(target: HfTarget) -> None:
     assert torch.equal(plain.scale_logits(torch.tensor([1.0])), torch.tensor([1.0]))
     expected = torch.tanh(torch.tensor([2.0 / 3])) * 3
     torch.testing.assert_close(scaled.scale_logits(torch.tensor([1.0])), expected)
+    larger = tiny_target()  # the same target with embeddings of four times the size, and its own head
+    with torch.no_grad():
+        larger.model.get_input_embeddings().weight *= 4
     logits = []
-    for model in (plain, tiny_drafter_model(target, input_embedding_scale=4.0)):
-        state = DFlashDrafter(model).new_state(target)
-        state.join([9], torch.zeros(1, 1, 64))
-        logits.append(draft_logits(model, target, torch.tensor([11]), state._cache.window(slice(0, 1), 4)))
-    assert not torch.allclose(*logits)
+    for model, of in (
+        (tiny_drafter_model(target, input_embedding_scale=4.0), target),
+        (plain, larger),
+        (plain, target),
+    ):
+        state = DFlashDrafter(model).new_state(of)
+        state.join([9], torch.ones(1, 1, 64))
+        logits.append(draft_logits(model, of, torch.tensor([11]), state._cache.window(slice(0, 1), 4)))
+    torch.testing.assert_close(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+
+
+@torch.inference_mode()
+def test_gemma_is_drafted_for_in_the_stated_scale() -> None:
+    """D51: a drafter trained on Gemma's scaled embeddings says so in its config: 32**0.5 times the raw rows are what
+    the model itself reads, once, not twice."""
+    target = tiny_target("gemma3")
+    model = tiny_drafter_model(target, input_embedding_scale=32**0.5)
+    state = DFlashDrafter(model).new_state(target)
+    features = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(2))
+    state.join([9] * 7, features)
+    got = draft_logits(model, target, torch.tensor([11]), state._cache.window(slice(0, 1), 4))[0]
+    table = target.model.get_input_embeddings()
+    neutral = tiny_drafter_model(target)  # same weights, scale 1
+
+    class Scaled:
+        head = target.head
+        embed = staticmethod(lambda ids: table(ids))  # transformers' module, which scales
+
+    expected = by_definition(neutral, Scaled(), features, 11, 4)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_choice_by_name(folder: Path, target: HfTarget) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -28,21 +29,29 @@ class Args:
     """Delete this model from the cache."""
 
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print the list as one JSON object on the last line, instead of a table."""
 
 
 def run(args: Args) -> int:
     if args.fetch is not None and args.remove is not None:
         raise UserError("give --fetch or --remove, not both")
     if args.fetch is not None:
-        print(resolve(args.fetch))
-    elif args.remove is not None:
+        print(fetch(args.fetch))
+    if args.remove is not None:
         print(f"removed {args.remove}: {_megabytes(remove(args.remove))} are free again")
-    elif args.json:
+    if args.json:
         print(json.dumps({"models": [{**asdict(m), "path": str(m.path)} for m in list_models()]}))
-    else:
+    elif args.fetch is None and args.remove is None:
         show()
     return 0
+
+
+def fetch(model: str) -> str:
+    """The folder of a model, made now if need be."""
+    folder = resolve(model)
+    if not Path(folder).is_dir():
+        raise UserError(f"{model!r} is a hub id: the hub's own client fetches it when it is first used; nothing to do")
+    return folder
 
 
 def show() -> None:

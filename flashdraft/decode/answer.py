@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from copy import copy
 
 from flashdraft.core import FinishReason, SamplingParams, TokenLogprob
 from flashdraft.decode.text import Detokenizer, StopStrings, Tokenizer
@@ -55,6 +56,17 @@ class Answer:
             self._finish_text()
             return False
         return True
+
+    def foresee(self) -> Callable[[int], bool]:
+        """A function that is told of the tokens that may come next, in their order, and says of each whether the answer
+        would end with it (the token limit aside)."""
+        detokenizer, strings = copy(self._detokenizer), copy(self._stop_strings)
+
+        def ends(token_id: int) -> bool:
+            text = "" if detokenizer is None else detokenizer.push(token_id)
+            return strings.push(text)[1] or token_id in self._ends
+
+        return ends
 
     def _finish_text(self) -> None:
         if self._detokenizer is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashdraft.cache import visible
-from flashdraft.core import SamplingParams
+from flashdraft.core import SamplingParams, UserError
 from flashdraft.decode.rounds import given, rounds
 from flashdraft.decode.row import Request, Row
 from flashdraft.drafters.dflash.config import config_to_dict
@@ -38,6 +38,8 @@ class DFlashDraftModel(DFlashModel):
         """
         from flashdraft.target.hf import HfTarget
 
+        if input_ids.shape[0] != 1:
+            raise UserError(f"input_ids has {input_ids.shape[0]} rows, spec_generate takes one; use Engine.generate")
         wrapped = HfTarget(target)
         drafter = DFlashDrafter(self)
         drafter.check(wrapped)
@@ -60,6 +62,8 @@ class DFlashDraftModel(DFlashModel):
         """The configuration that transformers' generate reads."""
         from transformers import Qwen3Config
 
+        if self.lm_head is not None:
+            raise UserError("transformers drafts with the target's head; a drafter with a head of its own needs ours")
         keys = config_to_dict(self.settings, str(self.dtype).removeprefix("torch."))
         known = {
             k: v for k, v in keys.items() if k not in ("architectures", "model_type", "rope_theta", "rope_scaling")

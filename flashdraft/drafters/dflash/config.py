@@ -27,6 +27,19 @@ OTHER_FAMILIES = {
 }
 """Relatives with the same body and more parts: name -> config keys that give them away."""
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "sample_from_anchor": (None, False),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+    "hidden_act": (None, "silu"),
+}
+"""Keys that change the mathematics in ways that are not supported, and the values that do not."""
+
+MUSE = "muse_glimmer_assistant"
+"""transformers' own DFlash drafter class, whose sight has a rule of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
@@ -69,8 +82,8 @@ class DFlashConfig:
                 f"one entry for each of the num_hidden_layers = {self.num_hidden_layers}")  # fmt: skip
         unknown = set(self.layer_types) - {FULL, SLIDING}
         _demand(not unknown, "layer_types", list(self.layer_types), f"{FULL} or {SLIDING}")
-        _demand(SLIDING not in self.layer_types or self.sliding_window is not None, "sliding_window", None,
-                "a number, because layer_types has sliding layers")  # fmt: skip
+        _demand(SLIDING not in self.layer_types or (self.sliding_window or 0) > 0, "sliding_window",
+                self.sliding_window, "at least 1, because layer_types has sliding layers")  # fmt: skip
         _demand(self.block_size >= 2, "block_size", self.block_size, "at least 2 (the anchor and one draft token)")
         _demand(len(self.target_layer_ids) > 0, "target_layer_ids", [], "a list of target layers")
         top = self.num_target_layers
@@ -79,6 +92,9 @@ class DFlashConfig:
                 f"layers 0 to {(top or 0) - 1}" if top is not None else "not negative")  # fmt: skip
         _demand(len(set(self.target_layer_ids)) == len(self.target_layer_ids), "target_layer_ids",
                 list(self.target_layer_ids), "free of repeats")  # fmt: skip
+        _demand(self.num_attention_heads % self.num_key_value_heads == 0, "num_attention_heads",
+                self.num_attention_heads, f"a multiple of num_key_value_heads {self.num_key_value_heads}")  # fmt: skip
+        _demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (its halves are rotated)")
         _demand(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", self.mask_token_id,
                 f"an id below vocab_size = {self.vocab_size}")  # fmt: skip
 
@@ -123,6 +139,8 @@ def read_config(folder: Path) -> DFlashConfig:
         raise UserError(f"{folder} has no config.json: it is not a drafter folder") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("dflash_config") or {}, dict):
+        raise UserError(f"{path} is not a drafter's config: it and dflash_config must hold keys and values")
     return config_from_dict(raw, str(path))
 
 
@@ -130,7 +148,9 @@ def config_from_dict(raw: dict[str, Any], where: str = "config.json") -> DFlashC
     """Read any published spelling. Keys inside `dflash_config` win over the top level, as in z-lab and SGLang."""
     nested = raw.get("dflash_config") or {}
     _refuse_relatives(raw, nested, where)
-    flat = {**raw, **nested}
+    flat = {**raw, **{k: v for k, v in nested.items() if v is not None}}
+    _refuse_unsupported(flat, where)
+    muse = raw.get("model_type") == MUSE
 
     def need(key: str) -> Any:
         if flat.get(key) is None:
@@ -139,32 +159,49 @@ def config_from_dict(raw: dict[str, Any], where: str = "config.json") -> DFlashC
             )
         return flat[key]
 
-    hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
+    def number(key: str) -> int:
+        value = need(key)
+        if not isinstance(value, int):
+            raise UserError(f"{where}: key {key!r} is {value!r}, but must be a whole number")
+        return value
+
+    def numbers(key: str) -> tuple[int, ...]:
+        value = need(key)
+        if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+            raise UserError(f"{where}: key {key!r} is {value!r}, but must be a list of whole numbers")
+        return tuple(value)
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
     causal = flat["is_causal"] if raw.get("is_causal") is None and "is_causal" in flat else raw.get("is_causal")
     if causal is None:
         causal = nested.get("causal")
     window = flat.get("swa_window_size") or flat.get("sliding_window")
-    layers = int(need("num_hidden_layers"))
+    if muse:  # transformers' class: both sides of a block seen in every layer, distances up to the window included
+        causal = False if causal is None else causal
+        window = window + 1 if window else None
+    layers = number("num_hidden_layers")
+    vocab_size = int(flat.get("vocab_size") or number("mask_token_id") + 1)
+    draft_vocab_size = flat.get("draft_vocab_size")
     return DFlashConfig(
         hidden_size=hidden,
-        intermediate_size=int(need("intermediate_size")),
+        intermediate_size=number("intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=int(flat.get("num_key_value_heads") or heads),
         head_dim=int(flat.get("head_dim") or hidden // heads),
-        vocab_size=int(flat.get("vocab_size") or need("mask_token_id") + 1),
-        target_layer_ids=tuple(int(i) for i in need("target_layer_ids")),
-        mask_token_id=int(need("mask_token_id")),
-        block_size=int(need("block_size")),
+        vocab_size=vocab_size,
+        target_layer_ids=numbers("target_layer_ids"),
+        mask_token_id=number("mask_token_id"),
+        block_size=number("block_size"),
         num_target_layers=flat.get("num_target_layers"),
-        layer_types=_layer_types(flat, layers),
+        layer_types=_layer_types(flat, layers, SLIDING if muse or flat.get("use_swa") else FULL),
         sliding_window=window,
         is_causal=causal,
-        rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(flat.get("rms_norm_eps") or 1e-6),
         rope_parameters=_rope_parameters(flat),
         max_position_embeddings=int(flat.get("max_position_embeddings") or 32768),
         attention_bias=bool(flat.get("attention_bias", False)),
-        draft_vocab_size=flat.get("draft_vocab_size"),
+        draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
         input_embedding_scale=float(flat.get("input_embedding_scale") or 1.0),
         output_multiplier=float(flat.get("output_multiplier") or 1.0),
         final_logit_softcapping=flat.get("final_logit_softcapping"),
@@ -222,18 +259,20 @@ def with_block_size(config: DFlashConfig, block_size: int) -> DFlashConfig:
     return replace(config, block_size=block_size)
 
 
-def _layer_types(flat: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _layer_types(flat: dict[str, Any], layers: int, usual: str) -> tuple[str, ...]:
     given = flat.get("layer_types")
-    if given:
-        return tuple(given)
-    return (SLIDING if flat.get("use_swa") else FULL,) * layers
+    return tuple(given) if given else (usual,) * layers
 
 
 def _rope_parameters(flat: dict[str, Any]) -> dict[str, Any]:
     """Rotation of the draft itself: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
     rope = dict(flat.get("rope_parameters") or {})
     if FULL in rope or SLIDING in rope:  # one set for each kind of layer
-        rope = dict(rope.get(FULL) or rope[SLIDING])
+        sets = [rope[kind] for kind in (FULL, SLIDING) if rope.get(kind)]
+        _demand(all(s == sets[0] for s in sets), "rope_parameters", rope, "the same for every kind of layer")
+        rope = dict(sets[0])
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
     for key, value in (flat.get("rope_scaling") or {}).items():
         rope.setdefault("rope_type" if key == "type" else key, value)
     rope.setdefault("rope_type", "default")
@@ -264,6 +303,10 @@ def _refuse_relatives(raw: dict[str, Any], nested: dict[str, Any], where: str) -
         raise UserError(f"{where}: speculators_model_type {kind!r}: convert it to the z-lab folder format first")
     if names and not any(name in ARCHITECTURES for name in names):
         raise UserError(f"{where}: architectures is {names}, but a DFlash drafter says one of {list(ARCHITECTURES)}")
-    sinks = nested.get("attention_sink_bias", raw.get("attention_sink_bias"))
-    if sinks:
-        raise UserError(f"{where}: attention_sink_bias is {sinks!r}, which is not supported")
+
+
+def _refuse_unsupported(flat: dict[str, Any], where: str) -> None:
+    """Raise UserError for keys that would silently mean another network."""
+    for key, neutral in NEUTRAL.items():
+        if flat.get(key) not in neutral:
+            raise UserError(f"{where}: {key} is {flat[key]!r}, which is not supported (only {neutral[-1]!r} is)")

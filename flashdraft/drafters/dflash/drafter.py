@@ -42,6 +42,14 @@ class DFlashDrafter(Drafter):
                 f"drafter and target do not fit: num_target_layers is {config.num_target_layers} in the drafter, "
                 f"{target.name} has {target.num_layers} layers"
             )
+        d2t = self.model.d2t
+        if d2t is not None:
+            ids = torch.arange(len(d2t), device=d2t.device) + d2t
+            if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
+                raise UserError(
+                    f"drafter and target do not fit: d2t gives ids {int(ids.min())} to {int(ids.max())}, but "
+                    f"{target.name} generates 0 to {target.vocab_size - 1}"
+                )
 
     def new_state(self, target: Target) -> DraftState:
         return DFlashState(self.model, target)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from flashdraft.core import UserError
@@ -38,7 +38,7 @@ def load(cls: type[Model], source: str | Path, *, device: torch.device, dtype: t
     config = read_config(folder)
     tensors = _read_tensors(folder)
     _split_fused(tensors, config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim)
-    if config.draft_vocab_size in (None, config.vocab_size):
+    if config.draft_vocab_size is None:
         # A stored full head is a copy of the target's; the target's own is used.
         tensors.pop("lm_head.weight", None)
         tensors.pop("d2t", None)
@@ -94,13 +94,16 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{folder} has no *.safetensors file (other formats can run code on loading and are not read)")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():
-                short = name
-                for pattern, replacement in ALIASES:
-                    short = pattern.sub(replacement, short)
-                if not FROM_TARGET.match(short):
-                    tensors[short] = stored.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():
+                    short = name
+                    for pattern, replacement in ALIASES:
+                        short = pattern.sub(replacement, short)
+                    if not FROM_TARGET.match(short):
+                        tensors[short] = stored.get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(f"{file} is not a whole safetensors file (fetch or save it again): {error}") from error
     return tensors
 
 
