@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,11 +21,11 @@ step = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=120)
-@given(steps=st.lists(step, max_size=25))
+@settings(deadline=None, max_examples=100)
+@given(steps=st.lists(step, max_size=20))
 def test_against_lists(steps: list[tuple]) -> None:
     """Rows join and leave; all of them, or the newest alone, write blocks behind ragged lengths and keep parts of them:
-    each row holds what a list of its tokens would, in every layer, keys and values, also when storage grows."""
+    after every step each row holds what a list of its tokens would, also when storage grows."""
     cache, lists, serial = KVCache(2), [], 0
     for action, *args in steps:
         if action == "join":
@@ -36,23 +38,31 @@ def test_against_lists(steps: list[tuple]) -> None:
             lists.pop()
         elif action == "write" and lists:
             new, kept_each, newest_alone = args
-            rows = slice(len(lists) - 1 if newest_alone else 0, len(lists))
-            tokens = torch.arange(serial, serial + len(lists[rows]) * new).view(-1, new)
+            first = len(lists) - 1 if newest_alone else 0
+            tokens = torch.arange(serial, serial + (len(lists) - first) * new).view(-1, new)
             serial += tokens.numel()
-            ones = torch.tensor([1.0, 2.0]).view(1, HEADS, 1, 1).expand(-1, -1, -1, WIDTH)  # heads differ
-            numbers = tokens[:, None, :, None] * ones
-            window = cache.window(rows, new)
-            seen = [window.update(layer, numbers + layer, -numbers - layer) for layer in range(2)]
-            for index, held in enumerate(lists[rows]):
-                expected = torch.tensor(held + tokens[index].tolist())[None, :, None] * ones[0]
-                for layer, (keys, values) in enumerate(seen):
-                    assert torch.equal(keys[index, :, : len(held) + new], expected + layer)
-                    assert torch.equal(values[index, :, : len(held) + new], -expected - layer)
-            for row in range(*rows.indices(len(lists))):
+            write(cache, lists, first, tokens)
+            for row, ids in enumerate(tokens.tolist(), first):
                 kept = min(kept_each[row % 10], new)
                 cache.commit(row, kept)
-                lists[row] += tokens[row - rows.start, :kept].tolist()
+                lists[row] += ids[:kept]
         assert cache.lengths == [len(held) for held in lists]
+        if lists:
+            write(cache, lists, 0, torch.full((len(lists), 1), -7))  # read all by one more token, which is not kept
+
+
+def write(cache: KVCache, lists: list[list[int]], first: int, tokens: torch.Tensor) -> None:
+    """Write tokens behind the rows from `first` on, and look at all that the pass would read: heads and layers differ,
+    so do keys and values."""
+    scale = torch.tensor([1.0, 2.0]).view(HEADS, 1, 1).expand(-1, -1, WIDTH)
+    window = cache.window(slice(first, len(lists)), tokens.shape[1])
+    numbers = tokens[:, None, :, None] * scale
+    for layer in range(2):
+        keys, values = window.update(layer, numbers + layer, -numbers - layer)
+        for index, held in enumerate(lists[first:]):
+            expected = torch.tensor(held + tokens[index].tolist())[:, None] * scale + layer
+            assert torch.equal(keys[index, :, : expected.shape[1]], expected)
+            assert torch.equal(values[index, :, : expected.shape[1]], -expected)
 
 
 def test_growth_keeps_what_is_there() -> None:
@@ -120,21 +130,33 @@ def test_leftovers_never_count(lengths: list[int], new: int, causal: bool, windo
     window=st.one_of(st.none(), st.integers(1, 8)),
 )
 def test_masks_against_the_definition(lengths: list[int], new: int, causal: bool, window: int | None) -> None:
+    masks_follow_the_definition(lengths, new, causal, window)
+
+
+def test_masks_at_every_edge() -> None:
+    """One row, every way of a text to fill a window: here masks are left out where they would hide nothing."""
+    for length, new, causal, window in product(range(8), range(1, 5), (True, False), (None, 1, 2, 3, 7)):
+        masks_follow_the_definition([length], new, causal, window)
+        masks_follow_the_definition([length] * 2, new, causal, window)
+
+
+def masks_follow_the_definition(lengths: list[int], new: int, causal: bool, window: int | None) -> None:
     """A query sees a key of its own row that is not later (if causal) and less than `window` away; never what lies
     behind the row's own new tokens."""
     cache = KVCache(1)
     for length in lengths:
         cache.commit(cache.join(), length)
     view = cache.window(slice(0, len(lengths)), new)
+    assert view.positions(torch.device("cpu")).tolist() == [list(range(n, n + new)) for n in lengths]
     mask = view.mask(torch.device("cpu"), causal=causal, window=window)
+    seen = torch.ones(len(lengths), new, view.span) if mask is None else mask
     for row, length in enumerate(lengths):
         for query in range(length, length + new):
-            for key in range(view.span):
-                seen = key < length + new
-                seen &= key <= query or not causal
-                seen &= window is None or abs(query - key) < window
-                got = True if mask is None else bool(mask[row, query - length, key])
-                assert got == seen, (row, query, key)
+            near = [
+                key < length + new and (key <= query or not causal) and (window is None or abs(query - key) < window)
+                for key in range(view.span)
+            ]
+            assert seen[row, query - length].tolist() == near, (row, query)
 
 
 def test_visible_is_the_only_rule() -> None:

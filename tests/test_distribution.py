@@ -366,7 +366,8 @@ class TableDraftState(DraftState):
 
 
 def by_rounds(params: SamplingParams, count: int = SAMPLES) -> Iterator[Ids]:
-    """The first tokens of answers of many requests, many at a time; limits differ, and rows leave and join. The first token has no draft, and the last one of a limit neither."""
+    """The first tokens of answers of many requests, many at a time; limits differ, and rows leave and join. The first
+    token has no draft, and the last one before a limit has none either."""
     target = TableTarget()
     for start in range(0, count, 500):
         each = [replace(params, seed=s, max_new_tokens=LENGTH + 1 + (s % 8 == 0)) for s in range(start, start + 500)]

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from flashdraft.cache import CacheWindow, KVCache
 from flashdraft.core import UserError
@@ -194,14 +195,15 @@ def load_target(
         refuse_recurrent(config, name or source)
         # Soft-capped attention scores exist in the eager path only.
         eager = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=placement.dtype,
-            attn_implementation="eager" if eager else "sdpa",
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-        )
+        with _no_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=placement.dtype,
+                attn_implementation="eager" if eager else "sdpa",
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
         _refuse_random_weights(report, name or source)
         model = model.to(placement.device)
         if fast:
@@ -214,6 +216,18 @@ def load_target(
         raise UserError(f"cannot load the target from {where} {source!r}: {error}") from error
     # Not len(tokenizer): ids may have holes, and tokens above them can be generated like any other.
     return HfTarget(model, name or source, max(tokenizer.get_vocab().values()) + 1), tokenizer
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' bars for work of a second out of an answer's terminal."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _refuse_random_weights(report: dict[str, Any], name: str) -> None:
