@@ -2,8 +2,8 @@
 
     python benchmarks/compare_generate.py --prompts gsm8k/test.jsonl --count 10 --out benchmarks/result.json
 
-Every prompt is answered by every method in turn, REPEATS times, on the same weights; transformers runs its own stock copy
-of the model. Speeds are tokens per second of the whole answer, the prompt's pass included. Ids of all methods are
+Every prompt is answered by every method in turn, REPEATS times, on the same weights; transformers runs its own stock
+copy of the model. Speeds are tokens per second of the whole answer, the prompt's pass included. Ids of all methods are
 compared. The last line of the output is the JSON record.
 """
 
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -63,9 +64,7 @@ def main() -> None:
         "plain": lambda ids: engine.complete(ids, params, drafted=False).ids,
         "drafted": drafted,
     }
-    prompts = [
-        engine.encode(p.messages) for p, _ in zip(read_prompts(args.prompts, suffix=args.suffix), range(args.count))
-    ]
+    prompts = [engine.encode(p.messages) for p in islice(read_prompts(args.prompts, suffix=args.suffix), args.count)]
     for method in methods.values():
         method(prompts[0])
     taus.clear()
@@ -88,7 +87,8 @@ def main() -> None:
     record = {
         "date": date.today().isoformat(),
         "model": DEFAULT_MODEL,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "load": load_average(),
         "prompts": f"{args.prompts}, first {len(prompts)}",

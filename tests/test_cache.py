@@ -22,12 +22,12 @@ step = st.one_of(
 
 
 @settings(deadline=None, max_examples=100)
-@given(steps=st.lists(step, max_size=20))
+@given(steps=st.lists(step, min_size=10, max_size=20))
 def test_against_lists(steps: list[tuple]) -> None:
     """Rows join and leave; all of them, or the newest alone, write blocks behind ragged lengths and keep parts of them:
     after every step each row holds what a list of its tokens would, also when storage grows."""
     cache, lists, serial = KVCache(2), [], 0
-    for action, *args in steps:
+    for action, *args in [("join",), ("join",), ("write", 3, [3, 1] * 5, False), *steps]:
         if action == "join":
             assert cache.join() == len(lists)
             lists.append([])

@@ -481,6 +481,19 @@ def test_rotation_in_half_precision_is_computed_in_full(target: HfTarget) -> Non
     torch.testing.assert_close(wide.cos[0].double(), exact.cos(), atol=2e-3, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["full", "yarn"])
+def test_rotation_is_transformers(target: HfTarget, kind: str) -> None:
+    """The other tests here take our rotation for granted; this one knows the formula of Qwen3 from its source."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    config = tiny_config(target, **KINDS[kind])
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, rope_parameters=dict(config.rope_parameters),
+                                              max_position_embeddings=config.max_position_embeddings))  # fmt: skip
+    positions, x = torch.tensor([[0, 3, 40, 63]]), torch.randn(1, 4, 4, 16)
+    expected, _ = apply_rotary_pos_emb(x, x, *theirs(x, positions))
+    torch.testing.assert_close(rotate(x, DFlashModel(config).rotation(positions)), expected)
+
+
 def test_context_beyond_the_drafters_positions(target: HfTarget) -> None:
     """D38: a drafter made for 32 positions drafts behind 40."""
     drafter = DFlashDrafter(tiny_drafter_model(target, max_position_embeddings=32))
@@ -490,6 +503,7 @@ def test_context_beyond_the_drafters_positions(target: HfTarget) -> None:
     assert done.ids == answer_plain(target, prompt, params).ids and done.stats.drafted > 0
 
 
+@torch.inference_mode()
 def test_reduced_vocabulary(tmp_path: Path, target: HfTarget) -> None:
     """A drafter with a head of its own over 20 tokens proposes target ids, and its samples stay lossless."""
     model = tiny_drafter_model(target, draft_vocab_size=20)
@@ -513,8 +527,13 @@ def test_reduced_vocabulary(tmp_path: Path, target: HfTarget) -> None:
             return torch.full((count,), 0.5, dtype=torch.float64)
 
     draft = state.propose([Row()], 4)
-    assert set(draft.ids_BS[0].tolist()) <= set(kept.tolist())
-    assert draft.probs_BSV.shape == (1, 4, 97) and torch.allclose(draft.probs_BSV.sum(-1), torch.ones(1, 4))
+    own = draft_logits(loaded, target, torch.tensor([7]), state._cache.window(slice(0, 1), 5))
+    assert draft.probs_BSV.shape == (1, 4, 97)
+    torch.testing.assert_close(draft.probs_BSV[..., kept], own.softmax(-1))
+    assert torch.allclose(draft.probs_BSV.sum(-1), torch.ones(1, 4))
+    assert (draft.probs_BSV.gather(2, draft.ids_BS[..., None]) > 0).all()
+    Row.params = SamplingParams()
+    assert state.propose([Row()], 4).ids_BS.tolist() == kept[own.argmax(-1)].tolist()
 
 
 def test_scale_and_soft_cap_of_draft_logits(target: HfTarget) -> None:
@@ -527,7 +546,9 @@ def test_scale_and_soft_cap_of_draft_logits(target: HfTarget) -> None:
     with torch.no_grad():
         larger.model.get_input_embeddings().weight *= 4
     logits = []
+    capped = tiny_drafter_model(target, output_multiplier=2.0, final_logit_softcapping=3.0)
     for model, of in (
+        (capped, target),
         (tiny_drafter_model(target, input_embedding_scale=4.0), target),
         (plain, larger),
         (plain, target),
@@ -535,8 +556,9 @@ def test_scale_and_soft_cap_of_draft_logits(target: HfTarget) -> None:
         state = DFlashDrafter(model).new_state(of)
         state.join([9], torch.ones(1, 1, 64))
         logits.append(draft_logits(model, of, torch.tensor([11]), state._cache.window(slice(0, 1), 4)))
-    torch.testing.assert_close(logits[0], logits[1])
-    assert not torch.allclose(logits[0], logits[2])
+    torch.testing.assert_close(logits[1], logits[2])
+    assert not torch.allclose(logits[1], logits[3])
+    torch.testing.assert_close(logits[0], torch.tanh(logits[3] * 2 / 3) * 3)
 
 
 @torch.inference_mode()

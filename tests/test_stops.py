@@ -122,6 +122,22 @@ def test_limit_is_exact(byte_target: HfTarget, truth: Ids, count: int) -> None:
         assert done.ids == truth[:count] and done.finish_reason == "length"
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_limit_beside_a_longer_neighbour(byte_target: HfTarget, truth: Ids, count: int) -> None:
+    """D5 in a batch: the neighbour's block is longer than what this row may take. No processor is asked behind the
+    limit, and the row's statistics are those that it has alone."""
+    other = random_prompts([len(PROMPT)], seed=1)[0]
+    drafter = ScriptedDrafter({PROMPT: truth, other: truth}, (7,), BLOCK)
+    short = SamplingParams(max_new_tokens=count, logits_processors=(forcing(truth[:count]),))
+    long = SamplingParams(max_new_tokens=40, logits_processors=(forcing(truth),))
+    for params in (short, SamplingParams(max_new_tokens=count)):
+        (alone,) = answer_drafted(byte_target, drafter, [PROMPT], params)
+        done, neighbour = answer_drafted(byte_target, drafter, [PROMPT, other], [params, long], max_rows=2)
+        assert done.ids == alone.ids == truth[:count] and neighbour.ids == truth[:40]
+        assert done.stats.drafted == alone.stats.drafted == max(count - 2, 0)
+        assert done.stats.accepted_per_slot == alone.stats.accepted_per_slot
+
+
 def test_limit_of_nothing_then_a_normal_call(byte_target: HfTarget, truth: Ids) -> None:
     """D6: no room for a draft, or for anything, leaves no stale state behind."""
     engine = Engine(byte_target, ScriptedDrafter({PROMPT: truth}, (5, 1), BLOCK), TOKENIZER)

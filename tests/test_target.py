@@ -278,8 +278,11 @@ def test_padded_heads_are_cut() -> None:
     ids = torch.tensor([[95, 8]])
     torch.testing.assert_close(target.forward(ids, cache, ONE).logits, model(ids).logits[..., :90])
     assert target.head(torch.randn(1, 32)).shape[-1] == 90
-    drafter = DFlashDrafter(tiny_drafter_model(target, mask_token_id=80))
+    # The mask token is one that cannot be generated: 151669 in the drafters of Qwen3.
+    drafter = DFlashDrafter(tiny_drafter_model(target, mask_token_id=95, vocab_size=97))
     drafter.check(target)
+    (prompt,), params = random_prompts([7], vocab_size=90), SamplingParams(max_new_tokens=12)
+    assert answer_drafted(target, drafter, [prompt], params)[0].ids == answer_plain(target, prompt, params).ids
 
 
 def test_padded_tokens_never_come() -> None:

@@ -156,6 +156,7 @@ class Counting:
 LONG_RUNS = {
     "bytes that form no character": ("bytes", ids_of("bytes", EMOJI)[1:2] * 300),
     "begun characters": ("bytes", ids_of("bytes", EMOJI)[:3] * 100),
+    "characters begun with two bytes": ("bytes", ids_of("bytes", CJK)[:2] * 100),
     "byte tokens": ("fallback", ids_of("fallback", EMOJI)[-1:] * 300),
     "special tokens": ("bytes", [0] * 300),
     "special tokens behind text": ("words", [1, *[0] * 300]),
@@ -176,6 +177,16 @@ def test_a_token_costs_no_more_in_a_long_answer(run: str) -> None:
     texts = [piece for piece in pieces if piece]
     if name != "words" and run != "special tokens":
         assert len(texts) > 10  # it came bit by bit
+
+
+@pytest.mark.parametrize("bad", range(1, 5))
+def test_bad_bytes_before_byte_tokens_show_once(bad: int) -> None:
+    """A byte that is no character's, then characters made of byte tokens: the decoder shows every byte of the run as
+    bad. We may show less, where a part of the run is read alone, but nothing twice."""
+    ids = ids_of("fallback", CJK * 40)
+    first = next(i for i, token in enumerate(ids) if token < 258)
+    ids[first:first] = [2 + 0xFF] * bad
+    assert len("".join(stream(TOKENIZERS["fallback"], ids))) <= len(decoded("fallback", ids))
 
 
 SHORT = st.text(alphabet="ab", max_size=4)
