@@ -558,6 +558,7 @@ def test_the_first_draft_token_is_checked(target: HfTarget) -> None:
         target, ScriptedDrafter({prompt: truth}, (0,), 2), [prompt], SamplingParams(max_new_tokens=12)
     )
     assert done.ids == truth and done.stats.accepted == 0
+    assert done.stats.drafted == 10  # the first token has no draft, the last one no room for a draft
 
 
 def test_equal_seeds_equal_answers(target: HfTarget) -> None:
@@ -603,5 +604,9 @@ def test_rows_that_sample_drafts_beside_rows_that_do_not(target: HfTarget) -> No
     alone = [answer_drafted(target, drafter, [p], s)[0].ids for p, s in zip(prompts, kinds, strict=True)]
     for max_rows in (2, 5):
         assert [c.ids for c in answer_drafted(target, drafter, prompts, kinds, max_rows=max_rows)] == alone
+    rows = [Row(Request(p, s), target) for p, s in zip(prompts, kinds, strict=True)]
+    for _ in rounds(target, drafter, given(rows), 5, Pace(Costs((1, 80), (1.0, 9.0), 0.1))):
+        pass  # drafts that are sampled are not cut to pay: their length decides which noise meets which token
+    assert [row.completion().ids for row in rows] == alone
     for index in (1, 2, 4):  # nothing is recorded for these: plain decoding gives the same
         assert answer_plain(target, prompts[index], kinds[index]).ids == alone[index]

@@ -179,16 +179,6 @@ def test_a_token_costs_no_more_in_a_long_answer(run: str) -> None:
         assert len(texts) > 10  # it came bit by bit
 
 
-@pytest.mark.parametrize("bad", range(1, 5))
-def test_bad_bytes_before_byte_tokens_show_once(bad: int) -> None:
-    """A byte that is no character's, then characters made of byte tokens: the decoder shows every byte of the run as
-    bad. We may show less, where a part of the run is read alone, but nothing twice."""
-    ids = ids_of("fallback", CJK * 40)
-    first = next(i for i, token in enumerate(ids) if token < 258)
-    ids[first:first] = [2 + 0xFF] * bad
-    assert len("".join(stream(TOKENIZERS["fallback"], ids))) <= len(decoded("fallback", ids))
-
-
 SHORT = st.text(alphabet="ab", max_size=4)
 
 

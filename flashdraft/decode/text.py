@@ -58,7 +58,7 @@ class Detokenizer:
             self._whole = len(self._ids)
         elif len(self._ids) > LONGEST_TAIL:
             self._ids = self._ids[-KEPT_TAIL:]
-            self._whole = KEPT_TAIL - unfinished
+            self._whole = 0
         else:
             return
         text = self._decode(self._ids)
