@@ -116,6 +116,7 @@ def test_sampled_drafts_keep_their_length(target: HfTarget) -> None:
 
 def test_costs_are_timed_once(target: HfTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noted for the next start; a broken note or a folder that cannot be written only costs the time."""
+    monkeypatch.setattr(pace_module, "load_average", lambda: 0.0)
     drafter = DFlashDrafter(tiny_drafter_model(target))
     first = costs_of(target, drafter, tmp_path / "cache")
     assert all(seconds > 0 for seconds in (*first.verify, first.draft))
@@ -126,6 +127,12 @@ def test_costs_are_timed_once(target: HfTarget, tmp_path: Path, monkeypatch: pyt
     assert costs_of(target, drafter, tmp_path / "cache") == FLAT
     (tmp_path / "file").write_text("")
     assert costs_of(target, drafter, tmp_path / "file" / "below") == FLAT
+
+
+def test_a_busy_machine_notes_nothing(target: HfTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_module, "load_average", lambda: 99.0)
+    assert costs_of(target, LookupDrafter(), tmp_path).draft > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_drafter_can_be_timed(target: HfTarget) -> None:

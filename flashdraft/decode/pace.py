@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from flashdraft.device import now
+from flashdraft.device import load_average, now
 from flashdraft.drafters.base import Drafter
 from flashdraft.target.base import Target
 
@@ -111,6 +111,9 @@ def costs_of(target: Target, drafter: Drafter, cache_folder: Path) -> Costs:
     except (OSError, json.JSONDecodeError, KeyError):
         pass  # not timed yet, or a note that cannot be read: time now
     costs = time_costs(target, drafter)
+    busy = load_average()
+    if busy is not None and busy > torch.get_num_threads() / 2:
+        return costs  # good enough for now; a note is for ever
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(asdict(costs)), encoding="utf-8")
