@@ -7,7 +7,7 @@ Published drafters spell the same thing in several ways; all are read, and both 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +252,6 @@ def config_to_dict(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     if config.draft_vocab_size is not None:
         out["draft_vocab_size"] = config.draft_vocab_size
     return out
-
-
-def with_block_size(config: DFlashConfig, block_size: int) -> DFlashConfig:
-    """The same drafter run at another block size."""
-    return replace(config, block_size=block_size)
 
 
 def _layer_types(flat: dict[str, Any], layers: int, usual: str) -> tuple[str, ...]:
