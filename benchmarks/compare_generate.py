@@ -91,7 +91,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "load": load_average(),
-        "prompts": f"{args.prompts}, first {len(prompts)}",
+        "prompts": f"{'/'.join(Path(args.prompts).parts[-2:])}, first {len(prompts)}",
         "new_tokens": args.new_tokens,
         "repeats": REPEATS,
         "tokens_per_second": {name: round(statistics.median(s), 2) for name, s in speeds.items()},

@@ -145,6 +145,13 @@ def test_config_round_trip() -> None:
         assert config_from_dict(json.loads(json.dumps(written))) == config
         assert written["block_size"] == written["dflash_config"]["block_size"] == 16
         assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1000000
+        nested = written["dflash_config"]
+        for half in (  # engines that know one place only
+            {k: v for k, v in written.items() if k not in ("block_size", "rope_theta", "rope_scaling", "is_causal")},
+            {k: v for k, v in written.items() if k != "rope_parameters"}
+            | {"dflash_config": {k: v for k, v in nested.items() if k not in ("block_size", "causal")}},
+        ):
+            assert config_from_dict(half) == config
 
 
 def test_causality_rule() -> None:
@@ -293,17 +300,20 @@ def test_saved_and_loaded_bit_equal(folder: Path, target: HfTarget) -> None:
     assert DFlashModel.from_pretrained(folder).dtype == torch.bfloat16
 
 
-def fuse_qkv(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out = {n: t for n, t in tensors.items() if not any(f".{p}_proj." in n for p in "qkv")}
     for i in range(2):
         parts = [tensors[f"layers.{i}.self_attn.{p}_proj.weight"] for p in "qkv"]
         out[f"layers.{i}.self_attn.qkv_proj.weight"] = torch.cat(parts)
+        gate_up = [out.pop(f"layers.{i}.mlp.{p}_proj.weight") for p in ("gate", "up")]
+        out[f"layers.{i}.mlp.gate_up_proj.weight"] = torch.cat(gate_up)
     return out
 
 
 VARIANTS = {
     "prefix": lambda t: {f"model.{n}": v for n, v in t.items()},
-    "fused": fuse_qkv,
+    "fused": fuse,
+    "midlayer": lambda t: {n.replace("layers.0.", "midlayer."): v for n, v in t.items()},
     "muse": lambda t: {
         n.replace("fc.", "encoder.fc.").replace("hidden_norm.", "encoder.output_norm_enc."): v for n, v in t.items()
     },
