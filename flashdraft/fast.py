@@ -7,15 +7,22 @@ depends on the machine and on the shape, so it is measured when a model is loade
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from flashdraft.device import load_average
 
 ROW_COUNTS = (1, 2, 4, 8, 16)
 """Rows of the products that decoding makes: a plain step, blocks, small batches."""
@@ -67,8 +74,11 @@ class Report:
     """Memory of the reordered weights."""
 
 
-def speed_up(model: nn.Module) -> Report:
-    """Replace modules of a float32 model on the CPU by faster twins, in place. Others are left as they are."""
+def speed_up(model: nn.Module, notes: Path | None = None) -> Report:
+    """Replace modules of a float32 model on the CPU by faster twins, in place. Others are left as they are.
+
+    Timings are kept in the folder `notes`, so that the next start need not take them again.
+    """
     report = Report()
     first = next(model.parameters())
     if first.device.type != "cpu" or first.dtype != torch.float32:
@@ -76,7 +86,7 @@ def speed_up(model: nn.Module) -> Report:
     with torch.inference_mode(False), torch.no_grad():
         _fuse_norms(model, report)
         if torch.backends.mkldnn.is_available():
-            _pack_linears(model, report)
+            _pack_linears(model, report, notes)
     return report
 
 
@@ -92,22 +102,61 @@ def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | N
     return out
 
 
-def _pack_linears(model: nn.Module, report: Report) -> None:
+def _pack_linears(model: nn.Module, report: Report, notes: Path | None) -> None:
     places: dict[tuple[int, int], list[tuple[nn.Module, str, nn.Linear]]] = defaultdict(list)
     for parent in model.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
                 places[child.in_features, child.out_features].append((parent, name, child))
+    file = None if notes is None else notes / f"kernels-{_machine()}.json"
+    known = read_note(file)
+    before = dict(known)
     for shape, found in places.items():
         linears = [linear for *_, linear in found]
+        key = f"{shape[0]} {shape[1]} {len(found)}"
+        if key in known and known[key] is None:
+            continue
         packed = [pack(linear) for linear in linears]
-        fewest = _fewest_rows(linears, packed)
+        if key not in known:
+            known[key] = _fewest_rows(linears, packed)
+        fewest = known[key]
         if fewest is None:
             continue
         report.linears[shape] = fewest
         for (parent, name, linear), reordered in zip(found, packed, strict=True):
             setattr(parent, name, PackedLinear(linear, reordered, fewest))
             report.extra_bytes += linear.weight.nbytes
+    if known != before:
+        write_note(file, known)
+
+
+def _machine() -> str:
+    """What timings of kernels depend on."""
+    parts = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def read_note(file: Path | None) -> dict[str, Any]:
+    """Timings of an earlier start; empty when there are none, or none that can be read."""
+    if file is None:
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def write_note(file: Path | None, note: Mapping[str, Any]) -> None:
+    """Keep timings for later starts: none taken on a busy machine, for a note is for ever. A folder that cannot be
+    written only means that the next start times again."""
+    busy = load_average()
+    if file is None or (busy is not None and busy > torch.get_num_threads() / 2):
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(note), encoding="utf-8")
+    except OSError:
+        pass
 
 
 def _fewest_rows(linears: Sequence[nn.Linear], packed: Sequence[torch.Tensor]) -> int | None:

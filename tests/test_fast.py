@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +65,21 @@ def test_nothing_is_replaced_without_gain(monkeypatch: pytest.MonkeyPatch) -> No
     report = speed_up(model)
     assert report.linears == {} and report.extra_bytes == 0
     assert not any(isinstance(m, PackedLinear) for m in model.modules())
+
+
+@onednn
+def test_timings_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start reads the first one's decisions, for and against; a busy machine notes none."""
+    monkeypatch.setattr(fast, "GAIN", 1e9)
+    monkeypatch.setattr(fast, "load_average", lambda: 99.0)
+    assert speed_up(tiny_model(), tmp_path / "notes").linears and not (tmp_path / "notes").exists()
+    monkeypatch.setattr(fast, "load_average", lambda: 0.0)
+    first = speed_up(tiny_model(), tmp_path / "notes")
+    (file,) = (tmp_path / "notes").iterdir()
+    monkeypatch.setattr(fast, "_time", lambda *_: pytest.fail("timed again"))
+    assert speed_up(tiny_model(), tmp_path / "notes") == first
+    file.write_text(json.dumps({key: None for key in json.loads(file.read_text())}))
+    assert speed_up(tiny_model(), tmp_path / "notes").linears == {}
 
 
 def test_half_precision_is_left_alone() -> None:

@@ -10,6 +10,7 @@ from conftest import answer_plain, random_prompts
 from hypothesis import given as given_values
 from hypothesis import strategies as st
 
+from flashdraft import fast
 from flashdraft.core import SamplingParams
 from flashdraft.decode import pace as pace_module
 from flashdraft.decode.pace import Costs, Pace, costs_of, time_costs
@@ -116,7 +117,7 @@ def test_sampled_drafts_keep_their_length(target: HfTarget) -> None:
 
 def test_costs_are_timed_once(target: HfTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noted for the next start; a broken note or a folder that cannot be written only costs the time."""
-    monkeypatch.setattr(pace_module, "load_average", lambda: 0.0)
+    monkeypatch.setattr(fast, "load_average", lambda: 0.0)
     drafter = DFlashDrafter(tiny_drafter_model(target))
     first = costs_of(target, drafter, tmp_path / "cache")
     assert all(seconds > 0 for seconds in (*first.verify, first.draft))
@@ -130,7 +131,7 @@ def test_costs_are_timed_once(target: HfTarget, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_busy_machine_notes_nothing(target: HfTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace_module, "load_average", lambda: 99.0)
+    monkeypatch.setattr(fast, "load_average", lambda: 99.0)
     assert costs_of(target, LookupDrafter(), tmp_path).draft > 0
     assert list(tmp_path.iterdir()) == []
 

@@ -42,12 +42,14 @@ def load(
     from flashdraft.target.hf import load_target
 
     placement = devices.choose(device, dtype)
+    source, notes = resolve(model, progress=progress), cache_folder().parent
     target, tokenizer = load_target(
-        resolve(model, progress=progress), placement, name=model, trust_remote_code=trust_remote_code, fast=fast
+        source, placement, name=model, trust_remote_code=trust_remote_code, fast=fast, notes=notes
     )
-    chosen = choose_drafter(drafter, target, placement, shipped=drafter_folder(model), block_size=block_size, fast=fast)
+    shipped = drafter_folder(model)
+    chosen = choose_drafter(drafter, target, placement, shipped=shipped, block_size=block_size, fast=fast, notes=notes)
     paced = block_size is None and chosen.block_size > 1
-    return Engine(target, chosen, tokenizer, costs_of(target, chosen, cache_folder().parent) if paced else None)
+    return Engine(target, chosen, tokenizer, costs_of(target, chosen, notes) if paced else None)
 
 
 class Engine:

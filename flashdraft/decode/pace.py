@@ -11,7 +11,6 @@ The answer does not depend on any of this: fewer draft tokens only mean that few
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from flashdraft.device import load_average, now
+from flashdraft.device import now
 from flashdraft.drafters.base import Drafter
+from flashdraft.fast import read_note, write_note
 from flashdraft.target.base import Target
 
 TIMED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -104,21 +104,12 @@ class Pace:
 
 def costs_of(target: Target, drafter: Drafter, cache_folder: Path) -> Costs:
     """Costs of a pair on this machine: from an earlier run's notes in `cache_folder`, or timed now and noted."""
-    note = cache_folder / f"costs-{_fingerprint(target, drafter)}.json"
-    try:
-        raw = json.loads(note.read_text(encoding="utf-8"))
-        return Costs(tuple(raw["tokens"]), tuple(raw["verify"]), raw["draft"])
-    except (OSError, json.JSONDecodeError, KeyError):
-        pass  # not timed yet, or a note that cannot be read: time now
+    file = cache_folder / f"costs-{_fingerprint(target, drafter)}.json"
+    note = read_note(file)
+    if note.keys() >= {"tokens", "verify", "draft"}:
+        return Costs(tuple(note["tokens"]), tuple(note["verify"]), note["draft"])
     costs = time_costs(target, drafter)
-    busy = load_average()
-    if busy is not None and busy > torch.get_num_threads() / 2:
-        return costs  # good enough for now; a note is for ever
-    try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-    except OSError:
-        pass  # a read-only home: the next run times again
+    write_note(file, asdict(costs))
     return costs
 
 

@@ -25,6 +25,7 @@ def choose_drafter(
     shipped: Path | None = None,
     block_size: int | None = None,
     fast: bool = True,
+    notes: Path | None = None,
 ) -> Drafter:
     """`auto` (the drafter that ships for this target), `lookup`, `none`, a folder or a hub id.
 
@@ -45,7 +46,7 @@ def choose_drafter(
     source = shipped if name == AUTO and shipped is not None else name
     model = DFlashModel.from_pretrained(source, device=placement.device, dtype=placement.dtype)
     if fast:
-        speed_up(model)
+        speed_up(model, notes)
     drafter = DFlashDrafter(model, block_size)
     drafter.check(target)
     return drafter

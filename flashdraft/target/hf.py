@@ -184,9 +184,16 @@ class _CacheView(Cache):  # type: ignore[misc]
 
 
 def load_target(
-    source: str, placement: Placement, *, name: str | None = None, trust_remote_code: bool = False, fast: bool = True
+    source: str,
+    placement: Placement,
+    *,
+    name: str | None = None,
+    trust_remote_code: bool = False,
+    fast: bool = True,
+    notes: Path | None = None,
 ) -> tuple[HfTarget, PreTrainedTokenizerBase]:
-    """A model folder or hub id, in memory, with its tokenizer; `fast` brings in the CPU path (see flashdraft.fast).
+    """A model folder or hub id, in memory, with its tokenizer; `fast` brings in the CPU path (see flashdraft.fast),
+    whose timings are kept in the folder `notes`.
 
     Raises UserError with what to do.
     """
@@ -207,7 +214,7 @@ def load_target(
         _refuse_random_weights(report, name or source)
         model = model.to(placement.device)
         if fast:
-            speed_up(model)
+            speed_up(model, notes)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         if isinstance(error, UserError):
