@@ -338,7 +338,7 @@ def test_the_default_model_for_real() -> None:
     folder = zoo.resolve(zoo.DEFAULT_MODEL, progress=False)
     begin = time.perf_counter()
     assert zoo.resolve(zoo.DEFAULT_MODEL) == folder
-    assert time.perf_counter() - begin < 0.05
+    assert time.perf_counter() - begin < 0.5
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert model.config.num_hidden_layers == 30 and model.generation_config.eos_token_id == 2
     assert "<|im_start|>" in AutoTokenizer.from_pretrained(folder).chat_template
