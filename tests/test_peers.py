@@ -156,7 +156,6 @@ SPELLINGS: dict[str, dict[str, Any]] = {
                                                 "original_max_position_embeddings": 16}},
     "both, nested wins": {"block_size": 3},
     "nested only": {"block_size": None},
-    "nested causal only": {"is_causal": None},
 }  # fmt: skip
 
 

@@ -120,6 +120,8 @@ class DFlashModel(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.settings = config
+        # Not a buffer: a cast of the model must not round them.
+        self._frequencies: dict[torch.device, tuple[torch.Tensor, float]] = {}
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
@@ -142,8 +144,11 @@ class DFlashModel(nn.Module):
 
     def rotation(self, positions_BQ: torch.Tensor) -> Rotation:
         """Rotation at absolute positions."""
-        inverse, factor = frequencies(self.settings, positions_BQ.device)
-        return rotation(positions_BQ, inverse, factor, self.dtype)
+        device = positions_BQ.device
+        if device not in self._frequencies:
+            with torch.inference_mode(False):  # training uses them too
+                self._frequencies[device] = frequencies(self.settings, device)
+        return rotation(positions_BQ, *self._frequencies[device], self.dtype)
 
     def project(self, features_BTF: torch.Tensor) -> torch.Tensor:
         """Fuse the target's features into the context [B, T, D] that all layers share."""
