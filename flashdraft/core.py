@@ -82,7 +82,8 @@ class SamplingParams:
     """End tokens are forbidden until this many tokens were generated."""
 
     seed: int | None = None
-    """Equal seeds give equal answers, with or without a drafter, whatever else is in the batch; None draws one."""
+    """Equal seeds give equal answers whatever else is in the batch, and (without `sample_drafts`) with any drafter or
+    none; None draws a seed."""
 
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
