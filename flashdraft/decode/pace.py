@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from flashdraft.core import SamplingParams
 from flashdraft.device import now
 from flashdraft.drafters.base import Drafter
 from flashdraft.fast import read_note, write_note
@@ -154,8 +155,6 @@ class _TimedRow:
     """The least that a drafter asks of a row."""
 
     def __init__(self) -> None:
-        from flashdraft.core import SamplingParams
-
         self.ids = [0] * (TIMED_CONTEXT + 1)
         self.params = SamplingParams()
 
